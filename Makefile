@@ -15,9 +15,10 @@ train: $(RUN)
 	$(VENV)/bin/phalanx train $(CONFIG) $(ARGS)
 
 # Tests start Python some hundred times: none of these should compile our sources, not even where the environment keeps
-# Python from writing down what it has compiled. The order of files: see tests/conftest.py.
+# Python from writing down what it has compiled (pytest compiles test files itself). How many at a time, and the order of
+# files: see tests/conftest.py.
 test: $(DEV)
-	$(VENV)/bin/python -m compileall -q phalanx
+	$(VENV)/bin/python -m compileall -q -j 0 -x /test_ phalanx benchmarks tests
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(DEV)
@@ -45,8 +46,12 @@ $(RUN): pyproject.toml constraints.txt $(VENV)/.torch-installed
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# HolisticTraceAnalysis asks for JupyterLab, and with its pandas beside pyarrow each start of that takes longer: what a
+# test needs of both lies in a folder of its own.
 $(DEV): pyproject.toml constraints.txt $(VENV)/.torch-installed
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	rm -rf $(VENV)/clients
+	$(PIP) install --quiet --constraint constraints.txt --no-deps --target $(VENV)/clients HolisticTraceAnalysis pandas pydot
 	touch $@ $(RUN)
 
 clean:

@@ -15,18 +15,15 @@ seconds on more.
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from support.harness import benchmark_parser, clock_for, in_turns, ratio, timer, write_json
 from torch import Tensor
 
 from phalanx.kernels.attention import Backend, attention
@@ -171,29 +168,19 @@ def steps(case: Case) -> tuple[Callable[[], object], Callable[[], object]]:
     return theirs, ours
 
 
-def seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
-    step()
-    return clock() - start
-
-
 def measure(case: Case, repeats: int, clock: Callable[[], float]) -> dict[str, object]:
     theirs, ours = steps(case)
-    theirs(), ours()
-    pairs = [(seconds(theirs, clock), seconds(ours, clock)) for _ in range(repeats)]
+    taken_s = in_turns({"sdpa": timer(theirs, clock), "ours": timer(ours, clock)}, repeats)
     return asdict(case) | {
-        "sdpa_ms": round(1e3 * statistics.median(a for a, _ in pairs), 3),
-        "ours_ms": round(1e3 * statistics.median(b for _, b in pairs), 3),
-        "speedup": round(statistics.median(a / b for a, b in pairs), 2),
+        "sdpa_ms": round(1e3 * statistics.median(taken_s["sdpa"]), 3),
+        "ours_ms": round(1e3 * statistics.median(taken_s["ours"]), 3),
+        "speedup": round(ratio(taken_s["sdpa"], taken_s["ours"]), 2),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, quick="one repeat, to see that it works", repeats=7, as_json=True)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    parser.add_argument("--quick", action="store_true", help="one repeat, to see that it works")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     options.repeats = 1 if options.quick else options.repeats
@@ -202,22 +189,17 @@ def main() -> None:
             print("no CUDA device is visible: nothing was measured")
             return
         print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
-        write(options.json, gpu_rows(options.repeats))
+        write_json(options.json, gpu_rows(options.repeats))
         return
     torch.set_num_threads(options.threads)
     keep_freed_memory()
-    clock = time.process_time if options.threads == 1 else time.perf_counter
+    clock = clock_for(options.threads)
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {options.threads} thread(s)")
     rows = []
     for case in CASES:
         rows.append(row := measure(case, options.repeats, clock))
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    write(options.json, rows)
-
-
-def write(path: Path | None, rows: list[dict[str, object]]) -> None:
-    if path:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

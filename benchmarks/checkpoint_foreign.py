@@ -14,7 +14,6 @@ own (or two ranks): how long `Checkpointer.close` takes after the last step of t
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from support.doors import DOORS, Door, Loop, a_keeper_at, expected_step, flip, made, newest_files
+from support.harness import benchmark_parser
 
 from phalanx.checkpoint import Checkpointer
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
@@ -42,13 +42,12 @@ _HANG_S = 120.0
 
 def main() -> int:
     """Do what the command line asks for; 1 where a bar was not met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a few, to see that it works")
     parser.add_argument("what", choices=["flips", "ends"], nargs="?", default="flips")
     parser.add_argument("--times", type=int, default=0, help="flips for each door, or ends; default: 100, or 50")
     parser.add_argument("--doors", nargs="*", choices=list(DOORS), default=list(DOORS))
     parser.add_argument("--ranks", type=int, default=1, help="of the loops that end")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a few, to see that it works")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

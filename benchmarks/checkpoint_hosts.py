@@ -15,7 +15,6 @@ in the memory of those that were not lost the last time.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser
 from support.hosts import Cluster, Left, a_cluster
 from support.kills.run import TinyRun
 
@@ -175,12 +175,11 @@ def _ms(seconds: list[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a few kills, to see that it works")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 1], help="of each host")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--costs", action="store_true", help="what replicas cost instead")
-    parser.add_argument("--quick", action="store_true", help="a few kills, to see that it works")
     args = parser.parse_args()
     console = Console()
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,6 @@ A kill counts only if it was seen to end its process. What is killed besides, to
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser
 from support.kills.campaign import Campaign, compare
 from support.kills.run import TinyRun, kill, wait
 
@@ -29,12 +29,11 @@ import phalanx.train.session  # noqa: F401  # imported before the first fork
 
 def main() -> int:
     """Run the campaign that the command line asks for; 1 where something was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a few kills, to see that it works")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="of the run; 0: 70 for each kill")
-    parser.add_argument("--quick", action="store_true", help="a few kills, to see that it works")
     parser.add_argument("--log", type=Path, help="where to keep what the killed run said")
     args = parser.parse_args()
     kills = 3 if args.quick else args.kills

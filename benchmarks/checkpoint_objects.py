@@ -15,7 +15,6 @@ own. The upload is one shard through the store of a run, the download one rank's
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 from checkpoint_tables import describe
+from support.harness import benchmark_parser
 from support.leaving import nothing_left
 from support.object_server import Request, Server, serving
 
@@ -65,12 +65,11 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="40 ranks, and objects of 64 MiB")
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--real", type=int, default=8, help="ranks that restore for real")
     parser.add_argument("--stream-mb-per-s", type=float, default=5.0, help="limit of a stream; the link has 8 times it")
     parser.add_argument("--size-mib", type=int, default=512, help="of the object that is sent and fetched")
-    parser.add_argument("--quick", action="store_true", help="40 ranks, and objects of 64 MiB")
     given = parser.parse_args()
     ranks, size_mib = (40, 64) if given.quick else (given.ranks, given.size_mib)
     case = Case(ranks, max(1, 32_000 // ranks), min(given.real, ranks))
@@ -208,9 +207,9 @@ def measure_parts(server: Server, case: Case) -> None:
     """Read the parts of all ranks as the publisher does when they are there."""
     store = open_store("s3://bucket/many", server.options(0))
     began_s = time.monotonic()
-    sizes = store.sizes(NAME)
+    sizes = store.at(NAME).sizes()
     names = [name for name in sizes if name.startswith("part-")]
-    with store.ahead(NAME, [Span(name, 0, sizes[name]) for name in names], sizes) as files:
+    with store.at(NAME).ahead([Span(name, 0, sizes[name]) for name in names], sizes) as files:
         read_bytes = sum(len(files.read(name)) for name in names)
     assert len(names) == case.ranks and read_bytes == sum(sizes[name] for name in names)
     print(f"  parts of all ranks           read by the publisher in {time.monotonic() - began_s:.2f} s")

@@ -36,6 +36,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from support.harness import benchmark_parser
 from support.stall.contenders import NAMES
 from support.stall.ranks import disturbances, every_step, last, stall, stalls
 from support.stall.task import MARK, Size
@@ -50,12 +51,11 @@ HEADS = ("", "stall s", "first s", "worst s", "until next s", "durable s", "step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="small and short, to see that it works")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--every-step", action="store_true")
     parser.add_argument("--last", action="store_true")
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="*", choices=NAMES, help="these contenders")
     parser.add_argument("--checkpoints", type=int, default=10)
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")

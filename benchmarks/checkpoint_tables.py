@@ -12,11 +12,12 @@ rank. CPU seconds of this process.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from support.harness import benchmark_parser
 
 from phalanx.checkpoint import all_ranks, snapshot_plans
 from phalanx.checkpoint.format import dcp, manifest
@@ -31,9 +32,8 @@ ROW = "{:>7} {:>8} {:>12} {:>14} {:>16} {:>18} {:>22}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="64 ranks")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2048, 12288])
-    parser.add_argument("--quick", action="store_true", help="64 ranks")
     arguments = parser.parse_args()
     sizes = (".metadata s, MB", "manifest s, MB", "to others MB, read s")
     heads = ("ranks", "chunks", "gathered MB", "put together s", *sizes)

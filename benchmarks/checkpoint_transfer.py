@@ -16,9 +16,7 @@ Reading a durable checkpoint is reported beside them, without a bar.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import mmap
 import multiprocessing
 import os
@@ -38,18 +36,19 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from support.chunk_sums import chunk_sums
+from support.harness import benchmark_parser, in_turns, ratio, timed, write_json
 from xxhash import xxh3_64_intdigest
 
-from phalanx.checkpoint.format.run_sums import chunk_sums
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
 from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.fetch import PeerCopies, fetch
 from phalanx.checkpoint.replicas.replica_service import ReplicaService
-from phalanx.checkpoint.restoring.compatibility import Part, SavedBlock
+from phalanx.checkpoint.restoring.compatibility import ReadItem, SavedBlock
 from phalanx.checkpoint.restoring.memory_source import fill_from_memory
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.session.blocking_session import save
+from phalanx.checkpoint.snapshot_slots import SnapshotMemory
 from phalanx.checkpoint.storage.location import open_store
 
 Ways = dict[str, Callable[[], None]]
@@ -59,21 +58,17 @@ TENSOR_BYTES = 16 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="32 MB, 3 repeats", repeats=9, as_json=True)
     parser.add_argument("--mb", type=int, default=512, help="size of the shard in 1,000,000 bytes")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="32 MB, 3 repeats")
     arguments = parser.parse_args()
     size, repeats = (32, 3) if arguments.quick else (arguments.mb, arguments.repeats)
     rows = [*from_keeper(size * 10**6, repeats), *from_peer(size * 10**6, repeats), *from_disk(size * 10**6, repeats)]
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"mb": size, "repeats": repeats, "rows": rows}, indent=1))
+    write_json(arguments.json, {"mb": size, "repeats": repeats, "rows": rows})
 
 
 def from_keeper(size: int, repeats: int) -> list[dict[str, Any]]:
     """As a rank restores: tensor by tensor, every run of bytes held against its sum."""
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     plan = make_plan(size)
     record = commit(vault, plan)
     destination = touched(size)
@@ -103,7 +98,7 @@ def from_keeper(size: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def parts_of(plan: ShardPlan, memory: memoryview) -> list[Part]:
+def parts_of(plan: ShardPlan, memory: memoryview) -> list[ReadItem]:
     """Every piece of the plan as a tensor where the plan puts it in `memory`."""
     with warnings.catch_warnings(action="ignore"):  # one of the two is not to be written, and is not
         whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -111,7 +106,7 @@ def parts_of(plan: ShardPlan, memory: memoryview) -> list[Part]:
     for piece in plan.pieces:
         block = SavedBlock((0,), piece.sizes, 0, piece.start_bytes, piece.length_bytes)
         out = whole[piece.start_bytes : piece.start_bytes + piece.length_bytes]
-        found.append(Part(piece.name, block, torch.uint8, (0,), out))
+        found.append(ReadItem(piece.name, block, torch.uint8, (0,), out))
     return found
 
 
@@ -122,7 +117,7 @@ def check_sums(source: memoryview, record: Record) -> None:
 
 
 def from_peer(size: int, repeats: int) -> list[dict[str, Any]]:
-    vault, secret, told = MemoryVault(), secrets.token_bytes(32), SimpleQueue[Replicated]()
+    vault, secret, told = SnapshotMemory(), secrets.token_bytes(32), SimpleQueue[Replicated]()
     plan = make_plan(size)
     commit(vault, plan)
     destination = touched(size)
@@ -223,7 +218,7 @@ def peer(secret: bytes) -> Iterator[Endpoint]:
 
 
 def keep(pipe: Any, secret: bytes) -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.begin(1)
     service = ReplicaService(vault, lambda replicated: None, host="peer")
     service.use_secret(secret)
@@ -243,7 +238,7 @@ def make_plan(size: int) -> ShardPlan:
     return ShardPlan(0, 1, tuple(pieces))
 
 
-def commit(vault: MemoryVault, plan: ShardPlan) -> Record:
+def commit(vault: SnapshotMemory, plan: ShardPlan) -> Record:
     """Random bytes as the snapshot of a rank of this host."""
     vault.lease(plan, 1)
     number = vault.free(0)
@@ -266,23 +261,22 @@ def touched(size: int) -> memoryview:
 
 def measure(title: str, ways: Ways, size: int, repeats: int) -> list[dict[str, Any]]:
     """Each way once in every repeat; the first of them is what the others are compared with."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    busy: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            began, busy_before = time.perf_counter(), time.process_time()
-            way()
-            seconds[name].append(time.perf_counter() - began)
-            busy[name].append(time.process_time() - busy_before)
+
+    def measured(way: Callable[[], None]) -> tuple[float, float]:
+        busy_before_s = time.process_time()
+        return timed(way), time.process_time() - busy_before_s
+
+    turns = in_turns({name: partial(measured, way) for name, way in ways.items()}, repeats, warm_up=0)
+    seconds = {name: [wall_s for wall_s, _ in found] for name, found in turns.items()}
     plain = next(iter(seconds.values()))
     print(f"{title}, {size / 1e6:g} MB, medians of {repeats}\n  {'':32} {'GB/s':>6} {'of plain':>9} {'CPU s/GB':>9}")
     rows = []
     for name, own in seconds.items():
         rate = size / statistics.median(own) / 1e9
-        ratio = statistics.median(p / o for p, o in zip(plain, own, strict=True))
-        cpu = statistics.median(busy[name]) / size * 1e9
-        print(f"  {name:32} {rate:6.2f} {ratio:9.2f} {cpu:9.2f}")
-        row = {"from": title, "way": name, "gb_per_s": rate, "of_plain": ratio, "seconds": own}
+        of_plain = ratio(plain, own)
+        cpu = statistics.median(cpu_s for _, cpu_s in turns[name]) / size * 1e9
+        print(f"  {name:32} {rate:6.2f} {of_plain:9.2f} {cpu:9.2f}")
+        row = {"from": title, "way": name, "gb_per_s": rate, "of_plain": of_plain, "seconds": own}
         rows.append(row | {"cpu_s_per_gb": cpu})
     return rows
 

@@ -10,7 +10,6 @@ rates and its best one is compared. Prints a table of held-out bits per byte ove
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser
 
 ROOT = Path(__file__).parents[1]
 BASE = (
@@ -139,12 +139,11 @@ def compare(name: str, tokens: int, folder: Path, threads: int, console: Console
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a few steps, to see that it works")
     parser.add_argument("--only", choices=list(COMPARISONS))
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens per run")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
     arguments = parser.parse_args()
     tokens = 40_960 if arguments.quick else arguments.tokens
     arguments.folder.mkdir(parents=True, exist_ok=True)

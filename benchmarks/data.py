@@ -22,8 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from support.harness import benchmark_parser, timed
 
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.prepare import prepare
@@ -71,9 +72,9 @@ def prepare_speed(folder: Path, pairs: int, vocab_size: int) -> None:
                 "folder": str(folder / f"prepared-{number}"),
             }
         )
-        ours = _seconds(lambda fresh=fresh: prepare(fresh, workers=cores))
+        ours = timed(lambda fresh=fresh: prepare(fresh, workers=cores))
         alone = Tokenizer.from_file(str(path))
-        theirs = _seconds(lambda alone=alone: alone.encode_batch(documents, add_special_tokens=False))
+        theirs = timed(lambda alone=alone: alone.encode_batch(documents, add_special_tokens=False))
         ratios.append(theirs / ours)
         print(f"  {size / 1e6 / ours:6.2f} {size / 1e6 / theirs:6.2f} {ratios[-1]:5.2f}", flush=True)
         shutil.rmtree(fresh.folder)
@@ -133,12 +134,6 @@ def _documents(source: SourceConfig) -> list[str]:
     return texts
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def _write_corpus(path: Path, size: int) -> None:
     """JSON lines of Python source, each document numbered so that no two are the same."""
     pieces = [t[:4000] for t in _documents(SourceConfig(kind="python-stdlib")) if len(t) > 2000]
@@ -182,15 +177,13 @@ def _status(pid: int, key: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = benchmark_parser(__doc__, quick="one repeat, to see that it works", repeats=5)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--synthetic-gb", type=float, default=0.0)
     parser.add_argument("--tokenizer", choices=["bytes", "bpe"], default="bytes", help="of the synthetic corpus")
     parser.add_argument("--only", choices=["loader", "prepare", "memory"])
     parser.add_argument("--stage", choices=["prepare", "load"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help="one repeat, to see that it works")
     options = parser.parse_args()
     options.repeats = 1 if options.quick else options.repeats
     if options.stage:

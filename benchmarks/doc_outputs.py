@@ -52,8 +52,8 @@ class Kept:
         return cls(paragraphs, int(given.pop("rows", 0)), **given)
 
 
-def written(page: str) -> str:
-    """The text of a page with every block as its command prints it now."""
+def written(page: str, folder: Path = ROOT) -> str:
+    """The text of a page with every block as its command prints it now, where it runs in `folder`."""
     lines, made = iter(page.splitlines()), list[str]()
     for line in lines:
         made.append(line)
@@ -68,7 +68,12 @@ def written(page: str) -> str:
         fence = next(lines)
         old = list(iter(lambda: next(lines), "```"))
         command = _command(old)
-        made += [fence, *command, *_output(comment["command"] or _joined(command), Kept.of(comment["words"])), "```"]
+        made += [
+            fence,
+            *command,
+            *_output(comment["command"] or _joined(command), Kept.of(comment["words"]), folder),
+            "```",
+        ]
     return "\n".join(made) + "\n"
 
 
@@ -82,10 +87,10 @@ def _joined(command: Sequence[str]) -> str:
     return " ".join(line.removesuffix("\\").strip() for line in command)
 
 
-def _output(command: str, kept: Kept) -> list[str]:
+def _output(command: str, kept: Kept, folder: Path) -> list[str]:
     program, *words = split(command.removeprefix("$ "))
     assert program == "phalanx", command
-    with chdir(ROOT):
+    with chdir(folder):
         done = CliRunner(env={"COLUMNS": _WIDTH}).invoke(group, words)
     text = (
         done.output if done.exception is None or isinstance(done.exception, SystemExit) else f"error: {done.exception}"

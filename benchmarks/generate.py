@@ -11,19 +11,18 @@ taken (in bf16 ties are many). Without transformers ours runs alone.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from gpu.task import measured_s
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser, in_turns, timed, timer, write_json
 
 from phalanx.core import units
 from phalanx.model.config import ModelConfig
@@ -99,16 +98,13 @@ def compare(name: str, model: Decoder, number: int, sampling: Sampling, device: 
     makes = {"ours": ours(model, prompts, sizes.new, sampling)}
     if importlib.util.find_spec("transformers") is not None:
         makes["transformers"] = theirs(model, prompts, sizes.new, sampling, device)
-    first_s = {who: measured_s(device.torch_device.type, make) for who, make in makes.items()}
-    times_s: dict[str, list[float]] = {who: [] for who in makes}
+    first_s = {who: timed(make) for who, make in makes.items()}
     texts: dict[str, list[list[int]]] = {}
 
     def once(who: str) -> None:
         texts[who] = makes[who]()
 
-    for _ in range(sizes.rounds):
-        for who in makes:
-            times_s[who].append(measured_s(device.torch_device.type, lambda who=who: once(who)))
+    times_s = in_turns({who: timer(partial(once, who)) for who in makes}, sizes.rounds, warm_up=0)
     same = {who: sum(a == b for a, b in zip(texts[who], texts["ours"], strict=True)) for who in makes}
     return [
         Result(
@@ -168,15 +164,13 @@ def print_table(results: list[Result], device: Device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a tiny model, few tokens", as_json=True)
     parser.add_argument("--shape", choices=list(SHAPES), help="default: 312m on a GPU, small on a CPU, tiny if --quick")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 32], help="how many at once")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=5, help="how often each contender has its turn")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few tokens")
     arguments = parser.parse_args()
     device = _device(arguments.device)
     usual = "312m" if device.torch_device.type == "cuda" else "small"
@@ -189,8 +183,7 @@ def main() -> None:
         for sampling in (Sampling(0), Sampling(0.8, top_p=0.95)):
             results += compare(name, model, number, sampling, device, sizes)
     print_table(results, device)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    write_json(arguments.json, [asdict(result) for result in results])
 
 
 def _device(wanted: str) -> Device:

@@ -19,7 +19,6 @@ The naive way is what real ranks said to `new_group` with barriers, for every gr
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
@@ -28,6 +27,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+from support.harness import benchmark_parser
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -39,21 +40,20 @@ from rendezvous.nccl import NcclRendezvous
 from rendezvous.proxy import Proxy, Recording
 from rendezvous.scripts import GroupScript, record
 from rendezvous.wire import Request
+from support.store_port import port_of
 
 from phalanx.core.layout import AXES, Axis, Layout
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.rendezvous import look_names_up_in_files_only, open_store, port_of
+from phalanx.parallel.rendezvous import look_names_up_in_files_only, open_store
 
 KINDS: list[tuple[Axis, ...]] = [("tensor",), ("shard",), ("pipeline",)]
 ROW = "{:28} {:>7} {:>9} {:>9} {:>11} {:>10} {:>10}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="few members, once", repeats=3)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2048, 12288], help="light members, multiples of 64")
     parser.add_argument("--naive", type=int, nargs="*", default=[128, 256, 512], help="the same with new_group")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="few members, once")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.ranks, arguments.naive, arguments.repeats = [128], [64], 1

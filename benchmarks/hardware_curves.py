@@ -9,7 +9,6 @@ widths of a model are seldom among the measured ones. Needs pyarrow. Example:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections import defaultdict
@@ -18,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
+from support.harness import benchmark_parser
 from support.tile_fit import Chip, Products, errors, fitted
 
 import phalanx.plan.hardware as hardware
-from phalanx.plan.hardware.device_model import TileGemm
-from phalanx.plan.hardware.formula import LogCurve
+from phalanx.plan.hardware.device_model import LogCurve, TileGemm
 
 HERE = Path(hardware.__file__).parent
 CHIPS = {
@@ -45,13 +44,12 @@ KNOWN = 'mark = "derived", source = "kernels" }'
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a shorter search, and one device only")
     parser.add_argument(
         "--data", type=Path, default=Path("../shared/data/hardware/aiconfigurator"), help="Parquet files"
     )
     parser.add_argument("--devices", nargs="*", default=list(CHIPS), choices=list(CHIPS), help="default: all")
     parser.add_argument("--write", action="store_true", help="write the curves into phalanx/plan/hardware")
-    parser.add_argument("--quick", action="store_true", help="a shorter search, and one device only")
     given = parser.parse_args()
     if not given.data.exists():
         raise SystemExit(f"{given.data} is not there: give the folder of the Parquet files with --data")
@@ -136,9 +134,9 @@ def write_gemm(chip: Chip, gemm: TileGemm) -> None:
         f"clock_slower_ratio = {{ value = {gemm.clock.slower_ratio:.4g}, {KNOWN}",
         f"clock_from_s = {{ value = {gemm.clock.from_s}, {KNOWN}",
         f"clock_to_s = {{ value = {gemm.clock.to_s}, {KNOWN}",
-        f"correction_waves = {{ value = {listed(correction.xs)}, {KNOWN}",
-        f"correction_columns = {{ value = {listed(correction.ys)}, {KNOWN}",
-        f"correction_ratio = {{ value = {listed(map(listed, correction.factors), LINES)}, {KNOWN}",
+        f"correction_waves = {{ value = {listed(correction.axes[0])}, {KNOWN}",
+        f"correction_columns = {{ value = {listed(correction.axes[1])}, {KNOWN}",
+        f"correction_ratio = {{ value = {listed(map(listed, correction.rows), LINES)}, {KNOWN}",
     ]
     path = HERE / "devices" / f"{chip.name}.toml"
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)

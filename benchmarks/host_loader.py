@@ -18,11 +18,9 @@ Ways alternate; medians and ranges over the repeats.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import multiprocessing
 import os
-import statistics
 import struct
 import tempfile
 import time
@@ -35,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.harness import benchmark_parser, median_and_range
 
 from phalanx.data.config import DataConfig, TokenizerConfig
 from phalanx.data.host_loader import HostLoaderClient, start_host_loader
@@ -184,20 +183,14 @@ def memory(pids: list[int]) -> tuple[int, int]:
     return found["Pss_Anon"] + found["Pss_Shmem"], found["Pss_File"]
 
 
-def spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="4 ranks and few steps, once, to see that it works", repeats=5)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--indices", default="1,2,8")
     parser.add_argument("--rows", type=int, default=8, help="samples of a step for each data-parallel index")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--method", choices=("fork", "exec"), default="fork")
-    parser.add_argument("--quick", action="store_true", help="4 ranks and few steps, once, to see that it works")
     options = parser.parse_args()
     if options.quick:
         options.ranks, options.indices, options.steps, options.repeats = 4, "1,4", 10, 1
@@ -224,15 +217,15 @@ def report(case: Case, counted: Counted, repeats: int) -> None:
             results[shared].append(measure(case, counted, shared=shared))
     received = case.tokens * case.ranks
     for way, runs in zip(WAYS, results, strict=True):
-        read = spread([run.read_bytes / received for run in runs], 2) if counted.total else "not counted"
+        read = median_and_range([run.read_bytes / received for run in runs], 2) if counted.total else "not counted"
         cells = [
             str(case.indices),
             way,
             read,
-            spread([run.cpu_s * 1e6 / received for run in runs], 4),
-            spread([run.memory_bytes / 2**20 for run in runs], 1),
-            spread([run.mapped_bytes / 2**20 for run in runs], 1),
-            spread([run.first_s * 1e3 for run in runs], 0),
+            median_and_range([run.cpu_s * 1e6 / received for run in runs], 4),
+            median_and_range([run.memory_bytes / 2**20 for run in runs], 1),
+            median_and_range([run.mapped_bytes / 2**20 for run in runs], 1),
+            median_and_range([run.first_s * 1e3 for run in runs], 0),
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
 

@@ -9,13 +9,12 @@ turns, below 1 where oneDNN is faster. CPU time on one thread, wall time on more
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from support.harness import benchmark_parser, clock_for, in_turns, ratio, timer
 from torch import Tensor
 
 from phalanx.kernels.linear import operators
@@ -55,31 +54,23 @@ def operands(rows: int, inputs: int, outputs: int) -> list[tuple[Tensor, Tensor,
 def measure(shape: str, threads: int, repeats: int) -> dict[str, list[float]]:
     """Microseconds of each product in every turn; the order rotates, and the first turn warms up."""
     rows, inputs, outputs = (int(size) for size in shape.split("x"))
-    sets, contenders = operands(rows, inputs, outputs), products()
-    clock = time.process_time if threads == 1 else time.perf_counter
+    sets = operands(rows, inputs, outputs)
     calls = max(1, MULTIPLICATIONS * threads // (rows * inputs * outputs))
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for turn in range(repeats + 1):
-        names = names[1:] + names[:1]
-        for name in names:
-            start = clock()
-            for call in range(calls):
-                contenders[name](*sets[(call + turn) % len(sets)])
-            taken[name].append((clock() - start) / calls * 1e6)
-    return {name: times[1:] for name, times in taken.items()}
 
+    def one_turn(product: Product) -> None:
+        for call in range(calls):
+            product(*sets[call % len(sets)])
 
-def ratio(mine: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+    clock = clock_for(threads)
+    contenders = {name: timer(partial(one_turn, product), clock) for name, product in products().items()}
+    seconds = in_turns(contenders, repeats)
+    return {name: [1e6 * taken / calls for taken in times] for name, times in seconds.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="one turn, to see that it works", repeats=11)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    parser.add_argument("--quick", action="store_true", help="one turn, to see that it works")
     options = parser.parse_args()
     if not operators():
         print("this torch has no oneDNN: nothing to compare")

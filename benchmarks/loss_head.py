@@ -10,20 +10,18 @@ below which nothing can come.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from support.harness import benchmark_parser, write_json
 from torch import Tensor
 
-from phalanx.kernels import cross_entropy
+from phalanx.kernels import loss as loss_kernels
 from phalanx.kernels.loss import linear_cross_entropy, plain_linear_cross_entropy
 
 
@@ -46,7 +44,7 @@ CPU_SHAPES = (Shape("small", 3072, 4096, 384),)
 @contextmanager
 def reference() -> Iterator[None]:
     """Chunks in plain torch, on a GPU too."""
-    with patch.object(cross_entropy, "twin", return_value=None):
+    with patch.object(loss_kernels, "twin", return_value=None):
         yield
 
 
@@ -78,7 +76,7 @@ def forms(shape: Shape, device: torch.device) -> dict[str, Callable[[], object]]
             _ = logits @ cast, logits.t() @ rows
 
     found = {"products": products, "plain": plain, "chunks": chunks}
-    return found | ({"triton": fused} if cross_entropy.twin(x) is not None else {})
+    return found | ({"triton": fused} if loss_kernels.twin(x) is not None else {})
 
 
 def measure(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
@@ -119,11 +117,8 @@ def table(shape: Shape, device: torch.device, repeats: int) -> Iterator[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, quick="one repeat, to see that it works", repeats=10, as_json=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    parser.add_argument("--quick", action="store_true", help="one repeat, to see that it works")
     options = parser.parse_args()
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -133,8 +128,7 @@ def main() -> None:
         for row in table(shape, device, 1 if options.quick else options.repeats):
             rows.append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

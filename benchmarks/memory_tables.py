@@ -9,16 +9,16 @@ bf16. A test holds the page against them.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator
+
+from support.harness import benchmark_parser
 
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import num_parameters
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.layer import layer
-from phalanx.plan.memory import rank_memory
-from phalanx.plan.memory.rank import pieces_of
+from phalanx.plan.memory.rank import pieces_of, rank_memory
 from phalanx.plan.operations import Product, local_of
 from phalanx.plan.types import Job, StateBits, Strategy
 from phalanx.train.derived.memory_fit import GPU_MEMORY_SHARE, LEVELS, Level
@@ -116,8 +116,7 @@ def cards() -> Iterator[str]:
 
 def main() -> None:
     """Print the tables."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first table")
+    parser = benchmark_parser(__doc__, quick="the first table")
     for table in (levels,) if parser.parse_args().quick else (levels, parts, cards):
         print("\n".join(table()), end="\n\n")
 

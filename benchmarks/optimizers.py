@@ -12,7 +12,6 @@ memory at a time.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.harness import benchmark_parser, ratio, synchronize
 from torch import Tensor
 
 from phalanx.core.units import count, duration, size
@@ -50,12 +50,6 @@ def _groups(parameters: list[torch.nn.Parameter], bits: int) -> list[dict[str, A
     return [{"params": matrices, "state_bits": bits}, {"params": vectors, "state_bits": 32}]
 
 
-def wait() -> None:
-    """Until a GPU, if there is one, has done what it was given."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 @dataclass
 class Timed:
     """One optimizer and the seconds of its steps, wall and CPU."""
@@ -68,10 +62,10 @@ class Timed:
 
     def step(self) -> None:
         assert self.optimizer is not None
-        wait()
+        synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
         self.optimizer.step()
-        wait()
+        synchronize()
         self.cpu_s.append(time.process_time() - cpu)
         self.wall_s.append(time.perf_counter() - wall)
 
@@ -108,7 +102,7 @@ def prepare(name: str, shapes: list[tuple[int, ...]], device: str) -> Timed:
     optimizer = OPTIMIZERS[name](make_parameters(shapes, device))
     start = time.perf_counter()
     optimizer.step()
-    wait()
+    synchronize()
     one = Timed(optimizer, time.perf_counter() - start)
     one.state_size_bytes = one.state_bytes()
     return one
@@ -130,10 +124,6 @@ def measure(names: list[str], shapes: list[tuple[int, ...]], rounds: int, device
     return found
 
 
-def ratio(mine: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-
-
 def table(timed: dict[str, Timed]) -> str:
     reference = timed[REFERENCE]
     lines = [
@@ -151,13 +141,12 @@ def table(timed: dict[str, Timed]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a small model and few steps, to see that it works")
     parser.add_argument("--params", type=float, default=10e6, help="number of parameters, about")
     parser.add_argument("--rounds", type=int, default=11, help="timed steps of each optimizer")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", nargs="*", default=list(OPTIMIZERS), choices=list(OPTIMIZERS), metavar="NAME")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a small model and few steps, to see that it works")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.params, arguments.rounds = 2e6, 3

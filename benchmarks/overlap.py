@@ -22,7 +22,6 @@ import os
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 from support import namespaces
+from support.harness import benchmark_parser, timed, write_json
 from support.pair import in_turns, join, run_pair
 from torch import Tensor, nn
 
@@ -40,13 +40,6 @@ from phalanx.parallel.tensor.parallel_linear import Spread, gather_products, pro
 from phalanx.parallel.tensor.tensor_parallel import make_overlap
 
 Result = dict[str, Any]
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Wall seconds of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def fastest_product(x: Tensor, matrix: Tensor) -> Callable[[], Tensor]:
@@ -170,16 +163,13 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="one shape, three turns", repeats=15, as_json=True)
     parser.add_argument("--part", choices=[*PARTS], default="tensor", help="what to measure")
     parser.add_argument("--rate", type=float, default=400.0, help="of the link in each direction, Mbit/s")
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 3, 4], help="of the chunked back end")
-    parser.add_argument("--repeats", type=int, default=15, help="turns; medians are printed")
     parser.add_argument("--priority", type=int, default=0, help="nice value of the ranks; below 0 needs root")
     parser.add_argument("--where", choices=["both", "link", "loopback"], default="both")
     parser.add_argument("--shapes", type=shape, nargs="+", default=SHAPES, help="such as 1024x1024x2048")
-    parser.add_argument("--quick", action="store_true", help="one shape, three turns")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     for hidden in ("--rank", "--core"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
@@ -230,8 +220,7 @@ def main() -> None:
             print(f"the limited link was not measured: {reason}")
     if arguments.where != "link":
         figures["loopback"] = run_where(arguments, "loopback", namespaces.loopback())
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+    write_json(arguments.json, figures)
     return None
 
 

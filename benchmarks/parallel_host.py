@@ -7,7 +7,6 @@ two threads. The same model, text and batch through `phalanx train`; contenders 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser
 
 ROOT = Path(__file__).parents[1]
 SHAPE = ("model.layers=6", "model.hidden=384", "model.heads=6", "model.mlp_hidden=1024", "train.global_batch=16")
@@ -86,11 +86,9 @@ def tokens_per_s(contender: Contender, shape: tuple[str, ...], steps: int, folde
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = benchmark_parser(__doc__, quick="a tiny model and few steps, to see that it works", repeats=3)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
     parser.add_argument("--only", nargs="*", default=[], help="part of the names of contenders")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that it works")
     arguments = parser.parse_args()
     shape, steps = (TINY, 2) if arguments.quick else (SHAPE, arguments.steps)
     repeats = 1 if arguments.quick else arguments.repeats

@@ -11,7 +11,6 @@ layouts save a run and each of them takes up what every other one saved. Ends wi
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from support.harness import benchmark_parser
 from support.parity.cases import CASES, QUICK, REAL, ways
 from support.parity.compare import BAR, Difference, difference, worst
 from support.parity.places import by_processes, by_threads
@@ -70,12 +70,11 @@ def _way(case: Case) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="few layouts and steps, to see that it works")
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="LAYOUT", help="some of the layouts")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--reshard", action="store_true", help="the matrix of checkpoints instead")
     parser.add_argument("--markdown", type=Path, help="write the table here too")
-    parser.add_argument("--quick", action="store_true", help="few layouts and steps, to see that it works")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console() if sys.stdout.isatty() else Console(width=180)

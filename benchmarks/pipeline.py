@@ -8,16 +8,18 @@ and autograd cost alone is measured beside them and taken off. Example:
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from support.harness import benchmark_parser, in_turns
+from support.store_port import port_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -30,10 +32,9 @@ from phalanx.core.layout import Layout
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.pipeline_executor import PipelineExecutor
+from phalanx.parallel.pipeline.pipeline_executor import AutogradStage, PipelineExecutor
 from phalanx.parallel.pipeline.schedules import Table, make_table
-from phalanx.parallel.rendezvous import open_store, port_of
-from phalanx.parallel.stage import AutogradStage
+from phalanx.parallel.rendezvous import open_store
 
 RANKS, ROWS, WIDTH = 2, 4, 16
 CASES: dict[Schedule, tuple[int, Any]] = {
@@ -146,12 +147,7 @@ def worker(rank: int, port: int, rounds: int, steps: int, count: int) -> None:
 
 def measure(contenders: dict[str, Step], rounds: int, steps: int, actions: int) -> tuple[dict[str, float], float]:
     """Median CPU time per action of each, and the median over rounds of ours over torch's, both without `alone`."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, step in contenders.items():
-            taken = cpu_us(step, steps, actions)
-            if turn:  # the first one warms up
-                times[name].append(taken)
+    times = in_turns({name: partial(cpu_us, step, steps, actions) for name, step in contenders.items()}, rounds)
     own = [(a - c) / (b - c) for a, b, c in zip(times["ours"], times["torch"], times["alone"], strict=True)]
     return {name: statistics.median(taken) for name, taken in times.items()}, statistics.median(own)
 
@@ -165,11 +161,10 @@ def report(schedule: str, rank: int, medians: dict[str, float], ratio: float) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="few rounds, to see that it works")
     parser.add_argument("--rounds", type=int, default=15, help="times that every contender is measured, in turn")
     parser.add_argument("--steps", type=int, default=10, help="pipeline steps in each")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works")
     arguments = parser.parse_args()
     rounds = 2 if arguments.quick else arguments.rounds
     os.environ.setdefault("OMP_NUM_THREADS", "1")

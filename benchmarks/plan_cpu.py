@@ -26,10 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.cli.planning import plan_of
+from support.harness import benchmark_parser, write_json
+
+from phalanx.api.planning import plan_of
 from phalanx.core.config import load
 from phalanx.kernels.linear import cpu_has_fast_bf16
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Prediction
 from phalanx.train.config import RunConfig
@@ -190,17 +192,16 @@ def parts_table(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(
+        __doc__, quick="few steps, once, two rows unless --rows names others", repeats=2, as_json=True
+    )
     parser.add_argument("--cluster", type=Path, help="file that `phalanx plan calibrate` wrote; default: write one now")
     parser.add_argument("--rows", nargs="+", default=[], help="only rows whose name contains one of these")
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0, help="of runs with one rank; 0: one for each core")
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: for one thread on a busy machine"
     )
     parser.add_argument("--parts", action="store_true", help="also what each prediction is made of")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--quick", action="store_true", help="few steps, once, two rows unless --rows names others")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.rows = 1, options.rows or ["1M", "11M, shard 2, zero"]
@@ -220,9 +221,8 @@ def main() -> None:
             print(f"{load}\n\n{table(rows)}\n", flush=True)
     if options.parts:
         print("\n".join(parts_table(row) for row in rows))
-    if options.json:
-        figures = [{"run": r.name, "measured_s": r.measured_s, "predicted_s": r.prediction.step_s} for r in rows]  # type: ignore[union-attr]
-        options.json.write_text(json.dumps(figures, indent=1))
+    figures = [{"run": r.name, "measured_s": r.measured_s, "predicted_s": r.prediction.step_s} for r in rows]  # type: ignore[union-attr]
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

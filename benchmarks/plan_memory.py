@@ -12,16 +12,16 @@ rank that is farthest off in each kind, and MiB are of that rank.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser
 from support.memory.layouts import LAYOUTS, Layout
 from support.memory.runs import Seen, one_process, several_processes
 
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.types import RankMemory
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss_head", "communication", "peak")
@@ -82,8 +82,7 @@ def table(rows: Iterable[tuple[Layout, dict[str, Compared]]]) -> Table:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few layouts")
+    parser = benchmark_parser(__doc__, quick="a few layouts")
     parser.add_argument("--only", default="", help="layouts whose name has this in it")
     parser.add_argument("--ranks", type=int, default=0, help="layouts of so many processes; 0: all")
     arguments = parser.parse_args()

@@ -11,7 +11,6 @@ Without a CUDA device it says so and ends.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser
 
 from phalanx.data.batch import Batch
 from phalanx.model.config import ModelConfig
@@ -29,7 +29,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.optim.config import OptimConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.types import RankMemory
 from phalanx.train.device import Device
 from phalanx.train.trainer import LocalTrainer
@@ -132,8 +132,7 @@ def measure(case: Case, device: torch.device) -> Peak:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smallest")
+    parser = benchmark_parser(__doc__, quick="the smallest")
     parser.add_argument("--only", default="", help="those whose name has this in it")
     arguments = parser.parse_args()
     console = Console(width=160)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from support.harness import benchmark_parser
 from support.months.rates import write_rates
 
 from phalanx.simulate import failure_trace
@@ -75,14 +76,13 @@ def story_of(layout: Layout, failures: Failures, days: float) -> FailureScenario
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="few runs of two layouts, to see that it works")
     parser.add_argument("--trace", type=Path, default=TRACE, help="fault_trace.json of InfiniteHBD-Trace")
     parser.add_argument("--runs", type=int, default=200, help="years of each kind and layout")
     parser.add_argument("--months", type=int, default=1000, help="months that are timed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layouts", nargs="*", default=[layout.name for layout in LAYOUTS])
     parser.add_argument("--write-rates", action="store_true", help="write the rates of the trace, and nothing else")
-    parser.add_argument("--quick", action="store_true", help="few runs of two layouts, to see that it works")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.runs, arguments.months, arguments.layouts = 5, 20, ["400 shrink", "368+32"]

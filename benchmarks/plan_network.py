@@ -9,13 +9,13 @@ fluid models from the fixed points that their papers give, and hashes against th
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
+from support.harness import benchmark_parser
 from support.network.fixed_points import dcqcn_rest, swift_rest
 
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.simulate.congestion import Cases, run_hot_spot
 from phalanx.simulate.network_scenario import make_scenario, usual_scenarios
 from phalanx.simulate.network_settings import CongestionSettings, Control, network_of
@@ -27,10 +27,9 @@ FLOWS = (3, 4, 8, 16, 32, 64)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="1,024 devices and 2 draws, to see that it works")
     parser.add_argument("--devices", type=int, nargs="*", default=[1024, 3072, 6144, 12288])
     parser.add_argument("--draws", type=int, default=8, help="of hashes and places")
-    parser.add_argument("--quick", action="store_true", help="1,024 devices and 2 draws, to see that it works")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.devices, arguments.draws = [1024], 2

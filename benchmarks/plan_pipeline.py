@@ -10,7 +10,6 @@ The timeline is that of ByteDance's github.com/ByteDance-Seed/StragglerAnalysis,
 
 from __future__ import annotations
 
-import argparse
 import collections
 import gzip
 import json
@@ -20,12 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from support.harness import benchmark_parser
 
 from phalanx.parallel.config import Schedule
+from phalanx.plan.overheads import Spread, waiting
 from phalanx.plan.pipeline import grid
 from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
 from phalanx.plan.pipeline.step_time import StageCosts, evaluate
-from phalanx.plan.slowest_of_n import Spread, waiting
 
 STEPS: list[tuple[Schedule, int, int, int]] = [
     ("1f1b", 8, 1, 192),
@@ -182,8 +182,7 @@ def spreads(times: Times, groups: int, stages: int) -> None:
 
 def main() -> None:
     """Print tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and layouts")
+    parser = benchmark_parser(__doc__, quick="fewer repeats and layouts")
     parser.add_argument("--timeline", type=Path, help="compare with this trace, and do nothing else")
     given = parser.parse_args()
     quick = given.quick

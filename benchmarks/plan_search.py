@@ -11,17 +11,16 @@ GPUs under 10 s on 2 cores with at least 300,000 layouts left by the divisibilit
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
+
+from support.harness import benchmark_parser, in_turns, timer, write_json
 
 from phalanx.plan.hardware import Cluster, load_cluster
 from phalanx.plan.predict import predict
@@ -74,12 +73,10 @@ SEARCHES: dict[str, tuple[Job, int, list[str]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="one round, and only the smallest search", as_json=True)
     parser.add_argument("--cluster", default="megascale", help="a cluster's name or file")
     parser.add_argument("--rounds", type=int, default=3, help="searches of each kind; the median is shown")
     parser.add_argument("--repeats", type=int, default=50, help="predictions of each layout; the median is shown")
-    parser.add_argument("--quick", action="store_true", help="one round, and only the smallest search")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     rounds, repeats, count = (1, 5, 40) if options.quick else (options.rounds, options.repeats, 200)
     searches = dict(list(SEARCHES.items())[:1]) if options.quick else SEARCHES
@@ -90,8 +87,7 @@ def main() -> None:
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     print(f"peak memory of this process: {figures['peak_memory_bytes'] / 1e6:,.0f} MB")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+    write_json(options.json, figures)
 
 
 def _prediction(name: str, cluster_name: str, repeats: int) -> dict[str, Any]:
@@ -178,13 +174,8 @@ def costs_of(job: Job, cluster: Cluster) -> CostModel:
 
 
 def _median_s(run: Callable[[], object], repeats: int) -> float:
-    run()  # what is remembered between calls is, in any search
-    seconds = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds)
+    # The first call is not counted: what predictions have in common is remembered in any search, too.
+    return statistics.median(in_turns({"": timer(run)}, repeats)[""])
 
 
 if __name__ == "__main__":

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from rich.console import Console
-from support.campaign.control import forget_networks
-from support.campaign.running import run_case
-from support.campaign.settings import PACE_S
+from support.harness import benchmark_parser
 from support.leaving import nothing_left
 
 from phalanx.faults.campaign import STEPS, ci_cases, family_of, generate, healthy
 from phalanx.faults.case_manifest import Manifest
-from phalanx.faults.referee import Results, summary
+from phalanx.faults.referee import Results
+from phalanx.run.campaign.case_command import PACE_S
+from phalanx.run.campaign.case_run import forget_networks, run_cases, show_results
 
 SEED = 7
 WIDTH = 132
@@ -33,8 +32,7 @@ QUICK = ("sigkill--rank-1", "host-killed--host-2", "exception-recurring--rank-0"
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three cases only")
+    parser = benchmark_parser(__doc__, quick="three cases only")
     parser.add_argument("--cases", choices=("ci", "all"), default="ci", help="the 12 of CI, or all 95")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="families, ids or numbers, of all cases")
     parser.add_argument("--healthy", action="store_true", help="ten runs with innocent disturbances instead")
@@ -55,18 +53,12 @@ def read_options() -> argparse.Namespace:
 def main() -> int:
     options = read_options()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    cases, results = chosen(options), Results(options.folder)
-    todo = results.pending(cases) if options.resume else cases
+    cases = chosen(options)
+    todo = Results(options.folder).pending(cases) if options.resume else cases
     with nothing_left(forget_networks, keep=options.keep):
-        for number, case in enumerate(todo, 1):
-            began_s = time.monotonic()
-            guard_s = options.guard + (options.minutes * 120 if options.healthy else 0)
-            score = run_case(case, options.folder, guard_s=guard_s, keep=options.keep)
-            words = f"[{number}/{len(todo)}] {case.id}: {score.outcome} in {time.monotonic() - began_s:.0f} s"
-            console.print("; ".join([words, *score.problems]), soft_wrap=True, highlight=False, markup=False)
-    console.print(summary(cases, results))
-    found = [results.find(case) for case in cases]
-    return int(any(result is None or result.score.outcome != "right" for result in found))
+        guard_s = options.guard + (options.minutes * 120 if options.healthy else 0)
+        run_cases(todo, options.folder, guard_s=guard_s, keep=options.keep, console=console)
+    return int(not show_results(cases, options.folder, console))
 
 
 def chosen(options: argparse.Namespace) -> list[Manifest]:

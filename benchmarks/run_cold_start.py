@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from support.harness import median_and_range
 from support.leaving import nothing_left
-from support.starts import SCRIPTS, conclude, have_stepped, parser_of, read_arguments, spread, stepped_at_s
+from support.starts import SCRIPTS, conclude, have_stepped, parser_of, read_arguments, stepped_at_s
 
 CASES = ("torchrun", "first start", "cold restart")
 
@@ -122,7 +123,7 @@ def report(starts: list[Start]) -> str:
         step_s = {case: statistics.median(one.step_s for one in of[case]) for case in CASES}
         cpu_s = {case: statistics.median(one.cpu_s for one in of[case]) for case in CASES}
         for case in CASES:
-            each = spread([one.step_s for one in of[case]])
+            each = median_and_range([one.step_s for one in of[case]])
             wall, cpu = (times["torchrun"] / times[case] for times in (step_s, cpu_s))
             lines.append(f"| {script} | {ranks} | {case} | {each} | {wall:.2f} x | {cpu_s[case]:.1f} | {cpu:.2f} x |")
     return "\n".join(lines)

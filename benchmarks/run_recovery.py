@@ -15,10 +15,8 @@ did last. A host that is dead has lost all of its processes; one that is silent 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import os
 import signal
 import statistics
@@ -29,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from support.harness import benchmark_parser, median_and_range, write_json
 from support.leaving import nothing_left
 from support.recovery.job import Job
 from support.recovery.marks import PARTS, STAGES, costs, decided, parts, read_marks, stage_ends, stepped
@@ -245,7 +244,7 @@ def table_of_recoveries(found: Sequence[Recovery]) -> str:
         for case, seconds in totals.items():
             if seconds:
                 ratio = f"{statistics.median(peer) / statistics.median(seconds):.1f} x" if peer else "not measured"
-                lines.append(f"| {state_mb} MB | {case} | {spread(seconds)} | {len(seconds)} | {ratio} |")
+                lines.append(f"| {state_mb} MB | {case} | {median_and_range(seconds)} | {len(seconds)} | {ratio} |")
     return "\n".join(lines)
 
 
@@ -287,23 +286,17 @@ def table_of_detections(found: Sequence[Detection]) -> str:
     for fault in dict.fromkeys(one.fault for one in found):
         mine = [one for one in found if one.fault == fault]
         step = statistics.median(one.step_s for one in mine)
-        lines.append(f"| {fault} | {spread([one.seconds for one in mine])} | {len(mine)} | {step:.2f} |")
+        lines.append(f"| {fault} | {median_and_range([one.seconds for one in mine])} | {len(mine)} | {step:.2f} |")
     return "\n".join(lines)
 
 
-def spread(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="one round of 50 MB, and a killed rank to be detected", as_json=True)
     parser.add_argument("--rounds", type=int, default=5, help="each gives two recoveries of each case and size")
     parser.add_argument("--sizes", type=int, nargs="*", default=[50, 600], help="of the state, MB")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS), help="to detect, once a round")
     parser.add_argument("--rest", type=float, default=10.0, help="seconds between a good step and the next kill")
-    parser.add_argument("--json", type=Path, help="write each recovery and detection here too")
-    parser.add_argument("--quick", action="store_true", help="one round of 50 MB, and a killed rank to be detected")
     args = parser.parse_args()
     rounds, sizes, faults = (1, [50], ["killed rank"]) if args.quick else (args.rounds, args.sizes, args.faults)
     found: list[Recovery] = []
@@ -320,7 +313,7 @@ def main() -> None:
     print("\n\n".join([*tables, *([table_of_detections(noticed)] if noticed else [])]))
     if args.json:
         every: list[Recovery | Detection] = [*found, *noticed]
-        args.json.write_text(json.dumps([asdict(one) for one in every], indent=1) + "\n")
+        write_json(args.json, [asdict(one) for one in every])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ many recoveries that was (one is right).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import platform
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from run_wire import ask, line, process
+from support.harness import benchmark_parser
 from support.leaving import nothing_left
 
 WORKERS = 8
@@ -51,13 +51,11 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a few hosts, to see that it works", repeats=1)
     parser.add_argument("--counts", type=int, nargs="*", default=[12_500], help="hosts")
     parser.add_argument("--seconds", type=float, default=20.0, help="measured while all run, after 5 s that are not")
     parser.add_argument("--deaths", type=int, default=500, help="ranks killed at once, on as many hosts")
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="of the journal; absent: a temporary one")
-    parser.add_argument("--quick", action="store_true", help="a few hosts, to see that it works")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.counts, arguments.seconds, arguments.deaths = [40], 2.0, 10

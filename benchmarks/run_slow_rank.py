@@ -10,15 +10,15 @@ slow until it was named; "wrong" counts names of healthy hosts, in all runs.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from support.harness import benchmark_parser
 
-from phalanx.run.judge.log_rules import Matcher, load_rules
+from phalanx.detect.logs.log_rules import Matcher, load_rules
 from phalanx.run.judge.stragglers import SlowConfig, SlowJudge
 
 
@@ -148,12 +148,11 @@ def lines_per_second() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="one short run of one case, to see that it works")
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--lines", action="store_true", help="measure the rules for lines of logs instead")
-    parser.add_argument("--quick", action="store_true", help="one short run of one case, to see that it works")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.steps, arguments.only = 1, 200, CASES[0].name

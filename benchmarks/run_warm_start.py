@@ -24,14 +24,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from support.harness import median_and_range
 from support.leaving import nothing_left
-from support.starts import SCRIPTS, conclude, parser_of, read_arguments, spread, stepped_at_s
+from support.starts import SCRIPTS, conclude, parser_of, read_arguments, stepped_at_s
 
 from phalanx.launch.cores import Share
 from phalanx.launch.launch_messages import Exited
 from phalanx.launch.rendezvous_store import open_store_socket, store_spec
 from phalanx.launch.user_script import Group, Places, Script, rank_specs, torchrun_environment
-from phalanx.launch.warm_template import WarmTemplate, Word
+from phalanx.launch.warm_template import AttemptReport, WarmTemplate
 
 RANKS = 2
 LOOPBACK = "127.0.0.1"
@@ -95,7 +96,7 @@ async def start_warm(script: str, out: Path, folder: Path, *, learns: bool) -> f
     codes: dict[tuple[int, int], int] = {}
     changed = asyncio.Event()
 
-    def hear(attempt: int, word: Word) -> None:
+    def hear(attempt: int, word: AttemptReport) -> None:
         if isinstance(word, Exited):
             codes[attempt, word.rank] = word.code
             changed.set()
@@ -147,7 +148,9 @@ def report(starts: list[Start]) -> str:
         of = {case: [s.step_s for s in starts if (s.script, s.case) == (script, case)] for case in CASES}
         peer = statistics.median(of["torchrun"])
         for case, seconds in of.items():
-            lines.append(f"| {script} | {case} | {spread(seconds)} | {peer / statistics.median(seconds):.1f} x |")
+            lines.append(
+                f"| {script} | {case} | {median_and_range(seconds)} | {peer / statistics.median(seconds):.1f} x |"
+            )
     return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ msgspec; `fastapi` is FastAPI on uvicorn with pydantic and JSON. The last two ar
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple
 
 from crowd.beats import payload
 from crowd.servers import CONTENDERS, lacks
+from support.harness import benchmark_parser
 from support.leaving import nothing_left
 
 HERE = Path(__file__).parent
@@ -66,12 +66,10 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="ours with a few hosts, to see that it works", repeats=1)
     parser.add_argument("--counts", type=int, nargs="*", default=[500, 2000, 12500], help="executors")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--seconds", type=float, default=20.0, help="measured, after 5 s that are not")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="ours with a few hosts, to see that it works")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.counts, arguments.contenders, arguments.seconds = [20], ["ours"], 2.0

@@ -13,12 +13,12 @@ time; "of the cluster" is that times the share of the 400 nodes that train. The 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+from support.harness import benchmark_parser
 from support.year.cluster import Cluster, Pace, Tally
 from support.year.trace import DAY_S, NODES, Fault, read_trace
 
@@ -56,12 +56,11 @@ LAYOUTS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="two layouts for 20 days, to see that it works")
     parser.add_argument("--trace", type=Path, default=TRACE, help="fault_trace.json of InfiniteHBD-Trace")
     parser.add_argument("--seed", type=int, default=1, help="which nodes begin in the job, and which come")
     parser.add_argument("--layouts", nargs="*", default=[layout.name for layout in LAYOUTS])
     parser.add_argument("--days", type=float, default=YEAR_DAYS)
-    parser.add_argument("--quick", action="store_true", help="two layouts for 20 days, to see that it works")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.layouts, arguments.days = ["384 cold", "384+16"], 20.0

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser, write_json
 from support.leaving import nothing_left
 from support.zoo.cases import HANGS, HEALTHY, LEFT_OUT, ROOT, Choice, Hang, Healthy, choose
 from support.zoo.turns import Result, Turn, forget_pages, read_results
@@ -44,8 +44,7 @@ _EACH_S = 600.0
 
 
 def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few cases only, healthy ones and hangs")
+    parser = benchmark_parser(__doc__, quick="a few cases only, healthy ones and hangs", as_json=True)
     parser.add_argument("--hangs", action="store_true", help="hangs instead of healthy scripts")
     parser.add_argument("--minutes", type=float, default=60.0, help="that healthy jobs run, all together")
     parser.add_argument("--turn", type=float, default=8.0, help="minutes after which a job makes place for the next")
@@ -55,7 +54,6 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these cases; --list has all")
     parser.add_argument("--resume", action="store_true", help="count what the folder has results of")
     parser.add_argument("--folder", type=Path, default=Path("zoo-results"), help="of the results")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for phalanx run")
     parser.add_argument("--keep", action="store_true", help="keep the folders of the jobs")
     parser.add_argument("--list", action="store_true", help="name all cases and end")
@@ -85,8 +83,7 @@ def main() -> int:
     results = [*before, *campaign.results]
     for table in tables(results):
         console.print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps([*summary(results)], indent=1))
+    write_json(options.json, [*summary(results)])
     return int(any(result.outcome != "right" for result in results))
 
 

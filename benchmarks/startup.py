@@ -8,7 +8,6 @@ of all, and has finished an all-reduce. Every round does each case once, in turn
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -19,6 +18,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from support.harness import benchmark_parser, median_and_range, write_json
 
 from phalanx.launch.environment import Worker
 from phalanx.launch.local_ranks import launch_local
@@ -114,12 +115,10 @@ def report(starts: list[Start]) -> str:
             phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in middle.phases_s.items())
             cpu_s = statistics.median(start.cpu_s for start in case)
             how = "fork" if fork else "exec"
-            lines.append(f"| {ranks} | {how} | {spread(ready)} | {spread(rest)} | {cpu_s:.1f} | {phases} |")
+            lines.append(
+                f"| {ranks} | {how} | {median_and_range(ready)} | {median_and_range(rest)} | {cpu_s:.1f} | {phases} |"
+            )
     return "\n".join([*lines, "", *differences(starts)])
-
-
-def spread(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 def differences(starts: list[Start]) -> list[str]:
@@ -139,20 +138,17 @@ def differences(starts: list[Start]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="one round of 1 and 2 ranks", as_json=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-exec", action="store_true", help="leave out one Python per rank, which takes long")
-    parser.add_argument("--json", type=Path, help="write every start here too")
-    parser.add_argument("--quick", action="store_true", help="one round of 1 and 2 ranks")
     arguments = parser.parse_args()
     ranks, rounds = ([1, 2], 1) if arguments.quick else (arguments.ranks, arguments.rounds)
     ways = [True] if arguments.no_exec else [True, False]
     measure(1, fork=True)  # brings the files of torch into memory
     starts = [measure(n, fork) for _ in range(rounds) for fork in ways for n in ranks]
     print(f"{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}\n{report(starts)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    write_json(arguments.json, [asdict(start) for start in starts])
 
 
 if __name__ == "__main__":

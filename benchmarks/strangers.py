@@ -19,10 +19,8 @@ does. The bar: no call takes longer than a second.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
-import json
 import multiprocessing
 import os
 import selectors
@@ -36,6 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from support.harness import benchmark_parser, write_json
 from support.leaving import nothing_left
 
 SECRET = bytes(range(32))
@@ -59,13 +58,11 @@ _WRONG_TOKEN = b"GET /job HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="100 strangers, three calls, one door each without TLS", as_json=True)
     parser.add_argument("--strangers", type=int, default=1000)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--doors", default=",".join(DOORS))
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="100 strangers, three calls, one door each without TLS")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.strangers, arguments.calls, arguments.doors = 100, 3, "keeper,driver,http,peer"
@@ -76,8 +73,7 @@ def main() -> None:
             for door in arguments.doors.split(",")
             for row in measure(door, arguments.kinds.split(","), arguments.strangers, arguments.calls)
         ]
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"strangers": arguments.strangers, "rows": rows}, indent=1))
+    write_json(arguments.json, {"strangers": arguments.strangers, "rows": rows})
 
 
 def measure(door: str, kinds: list[str], strangers: int, calls: int) -> list[dict[str, Any]]:
@@ -228,10 +224,10 @@ def _serve(door: str, pipe: Any, folder: str) -> None:
 
 
 def _serve_keeper(pipe: Any) -> None:
-    from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
     from phalanx.checkpoint.replicas.replica_service import ReplicaService
+    from phalanx.checkpoint.snapshot_slots import SnapshotMemory
 
-    service = ReplicaService(MemoryVault(), lambda replicated: None, host="here")
+    service = ReplicaService(SnapshotMemory(), lambda replicated: None, host="here")
     service.use_secret(SECRET)
     pipe.send(service.start_listening().port)
     pipe.recv()
@@ -247,7 +243,7 @@ def _serve_peer(pipe: Any) -> None:
 
 async def _serve_driver(pipe: Any, tls: ssl.SSLContext | None) -> int:
     from phalanx.run import messages
-    from phalanx.run.wire.server import ExecutorServer
+    from phalanx.run.wire.executor_server import ExecutorServer
 
     def welcome(host: str, hello: messages.Hello) -> None:
         server.send(host, messages.Welcome(messages.VERSION, JOB, 0, 1.0))
@@ -271,7 +267,7 @@ async def _serve_driver(pipe: Any, tls: ssl.SSLContext | None) -> int:
 
 async def _serve_http(pipe: Any, tls: ssl.SSLContext | None) -> int:
     from phalanx.run.api.guard import Guard, Sessions
-    from phalanx.run.api.server import HttpServer
+    from phalanx.run.api.http_server import HttpServer
     from phalanx.run.secrets import Token
     from phalanx.run.wire.driver_address import Address
 
@@ -295,7 +291,12 @@ def _own_certificate(folder: Path) -> ssl.SSLContext:
 
 # Somebody who has the secret
 
-_NEEDED = ("phalanx.checkpoint.replicas.fetch", "phalanx.checks.peer_bandwidth", "phalanx.run.wire.client", "httpx")
+_NEEDED = (
+    "phalanx.checkpoint.replicas.fetch",
+    "phalanx.checks.peer_bandwidth",
+    "phalanx.run.wire.driver_link",
+    "httpx",
+)
 
 
 def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
@@ -307,9 +308,9 @@ def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
         return lambda: _ask_peer(port)
     tls = None
     if door.endswith("tls"):
-        from phalanx.run.secrets import NAME, TlsFiles, client_context
+        from phalanx.run.secrets import CERTIFICATE, TlsFiles, client_context
 
-        tls = client_context(TlsFiles(folder / NAME, folder / NAME, folder / NAME))
+        tls = client_context(TlsFiles(folder / CERTIFICATE, folder / CERTIFICATE, folder / CERTIFICATE))
     if door.startswith("driver"):
         return lambda: asyncio.run(_ask_driver(port, tls))
     return lambda: _ask_http(port, tls)
@@ -330,7 +331,7 @@ def _ask_peer(port: int) -> None:
 
 async def _ask_driver(port: int, tls: ssl.SSLContext | None) -> None:
     from phalanx.run import messages
-    from phalanx.run.wire.client import DriverLink
+    from phalanx.run.wire.driver_link import DriverLink
 
     hello = messages.Hello(messages.VERSION, "host", "127.0.0.1", 2, 1 << 30, [], "", "boot", 1, 0, [])
     welcomed = asyncio.Event()

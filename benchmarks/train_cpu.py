@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders.task import Task
+from support.harness import benchmark_parser
 
 from phalanx.core.config import load
 from phalanx.model.shapes import flops_per_token, num_parameters
@@ -235,14 +236,12 @@ def headline(task: Task) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="one short run of each loop", repeats=5)
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has transformers and litgpt")
     parser.add_argument("--nanogpt", type=Path, help="folder of a checkout of nanoGPT")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150, help="steps of a run; the first third warms up")
     parser.add_argument("--only", nargs="+", choices=["loops", "precisions", "projections"])
-    parser.add_argument("--quick", action="store_true", help="one short run of each loop")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.steps, options.threads = 1, 45, [1]

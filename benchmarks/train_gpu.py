@@ -32,6 +32,7 @@ from typing import Any
 from gpu.task import SHAPES, Task
 from rich.console import Console
 from rich.table import Table
+from support.harness import benchmark_parser, write_json
 
 from phalanx.core import units
 
@@ -180,7 +181,7 @@ def _cells(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="few steps", as_json=True)
     usual = ["gpt2-124m", "llama-1.3b", "llama-8b-4-layers", "llama-8b"]
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=usual)
     parser.add_argument("--ours", nargs="+", choices=list(OURS), default=["bf16"])
@@ -192,16 +193,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="few steps")
     arguments = parser.parse_args()
     arguments.peers |= arguments.peers_python != sys.executable or arguments.nanogpt is not None
     if arguments.device == "cuda" and not _has_gpu():
         print("no CUDA device is visible: nothing was measured (--device cpu --shapes tiny runs the code on a CPU)")
         return
     results = [measure(arguments, shape) for shape in arguments.shapes]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+    write_json(arguments.json, results)
 
 
 def _has_gpu() -> bool:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 from support import namespaces
+from support.chunk_memory import wait_for_weights
+from support.harness import benchmark_parser
 from support.pair import in_turns, join, run_pair
 
 from phalanx.core.layout import Axis, Layout, Shard
@@ -67,7 +69,7 @@ class Step:
         start = time.perf_counter()
         self.chunk.gather()
         if not overlapped:
-            self.chunk.wait()
+            wait_for_weights(self.chunk)
         loss = sum(self.part.loss(self.part(self.tokens[0]), self.tokens[1]))
         if overlapped:
             self.chunk.last_backward()
@@ -108,14 +110,12 @@ def report(seconds: dict[str, float], zeros: Sequence[int]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="two turns", repeats=7)
     parser.add_argument("--rate", type=float, default=400.0, help="of the link in each direction, Mbit/s")
-    parser.add_argument("--repeats", type=int, default=7, help="turns; medians are printed")
     parser.add_argument("--zero", type=int, nargs="+", default=[1, 2], choices=[1, 2], help="stages")
     parser.add_argument("--sequences", type=int, default=8, help="of 256 tokens, on each rank")
     parser.add_argument("--bucket-bytes", type=int, default=1_000_000, help="as parallel.bucket_bytes")
     parser.add_argument("--where", choices=["link", "loopback"], default="link")
-    parser.add_argument("--quick", action="store_true", help="two turns")
     for hidden in ("--rank", "--core"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import signal
+import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# How long an example takes is the machine's affair: a busy one must not make a test fail.
-settings.register_profile("phalanx", deadline=None)
-settings.load_profile("phalanx")
+# How long an example takes is the machine's affair: a busy one must not make a test fail. The examples of a test are
+# the same everywhere, so that what passed here passes there; HYPOTHESIS_PROFILE=explore looks for others.
+settings.register_profile("phalanx", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "phalanx"))
+
+
+def _begin_anew() -> None:
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+        sys.modules["torch"].set_num_threads(1)  # of two, each waits for the other on a busy core
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_begins_anew() -> None:
+    """What a fixture of a whole file draws does not depend on which tests this process ran before."""
+    _begin_anew()
+
+
+@pytest.fixture(autouse=True)
+def _test_begins_anew(_module_begins_anew: None) -> None:
+    """A test draws the same numbers, with as many threads, alone and among ten thousand."""
+    _begin_anew()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +52,27 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: tests wait for processes, limits and disks a third of their time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is made while tests are collected stays: two million objects that nothing looks through for garbage again.
+
+    Every training collects garbage before its first step, which took longer than all the rest of many a test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import detect_drift_page
 import doc_outputs
 import pytest
+import trace_page
 
 
 @pytest.mark.slow
@@ -12,6 +16,18 @@ def test_a_page_shows_what_its_commands_print(page: str) -> None:
     text = (doc_outputs.ROOT / page).read_text()
     assert text.count("<!-- output:") > 0
     assert doc_outputs.written(text) == text, "write it again: python benchmarks/doc_outputs.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not trace_page.TRACES.exists(), reason="the published job trace is not at hand")
+@pytest.mark.parametrize("page", trace_page.PAGES, ids=lambda page: page.name)
+def test_a_page_on_the_published_trace_shows_what_its_commands_print(page: Path) -> None:
+    assert trace_page.page_now(page) == page.read_text(), "write it again: python benchmarks/trace_page.py"
+
+
+def test_the_page_of_drift_shows_what_its_commands_print() -> None:
+    now = detect_drift_page.page_now()
+    assert now == detect_drift_page.PAGE.read_text(), "write it again: python benchmarks/detect_drift_page.py"
 
 
 def test_what_is_left_out_is_marked() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from contenders.task import Task
 from phalanx.core.config import load
 from phalanx.train.config import RunConfig
-from phalanx.train.session import train_session
+from phalanx.train.session import run_session
 
 RECIPE = Path(__file__).parents[2] / "configs" / "shakespeare-nanogpt.toml"
 
@@ -40,4 +40,4 @@ def settings(task: Task) -> list[str]:
 def run(task: Task) -> None:
     config = load(RunConfig, RECIPE, settings(task)).value
     with Path(os.devnull).open("w") as nowhere:
-        train_session(config, RECIPE, Console(file=nowhere))
+        run_session(config, RECIPE, Console(file=nowhere))

@@ -19,11 +19,10 @@ from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import actions
 from phalanx.run.decide.events import SuspectsNamed
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.event_loop import aside_of, keep_going
-from phalanx.run.driver.write_ahead import Book
+from phalanx.run.driver.driver import Driver, WatchSettings
+from phalanx.run.driver.write_ahead import Book, aside_of
 from phalanx.run.journal import open_journal
-from phalanx.run.wire.server import ExecutorServer
+from phalanx.run.wire.executor_server import ExecutorServer
 
 
 class Nobody:
@@ -82,7 +81,7 @@ async def serve(hosts: int, workers: int, folder: Path) -> None:
             nobody,
             lambda ended: None,
             nobody_stands_out,
-            Settings(),
+            WatchSettings(),
             aside=aside,
         )
         changed = asyncio.Event()
@@ -90,7 +89,7 @@ async def serve(hosts: int, workers: int, folder: Path) -> None:
         async with server:
             driver.begin()
             ready.listen(server.address.port)
-            await keep_going(driver, changed)
+            await driver.keep_going(changed)
 
 
 def nobody_stands_out(state: object, evidence: object, at_s: float) -> SuspectsNamed:

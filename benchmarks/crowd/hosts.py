@@ -16,13 +16,13 @@ import msgspec
 
 from crowd import members
 from crowd.beats import LINES, STATE, UNIX_S, masked_frame, worker
-from phalanx.ipc.codec import Decoder
+from phalanx.ipc.codec import MessageDecoder
 from phalanx.run import messages as m
 from phalanx.run.messages import heartbeat
-from phalanx.run.wire import codec
+from phalanx.run.wire import message_frames
 
 STEP_S = 0.5
-FROM_DRIVER = Decoder(codec.FromDriverFrame)
+FROM_DRIVER = MessageDecoder(message_frames.FromDriverFrame)
 ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -65,9 +65,9 @@ class Host(members.Member):
                 looks = [m.RankEvidence(rank, "wait (train.py)") for rank in self.ranks]
                 self.say(m.Evidence(message.attempt, looks))
 
-    def say(self, message: codec.KeptMessage) -> None:
+    def say(self, message: message_frames.KeptMessage) -> None:
         self.kept += 1
-        self.transport.write(masked_frame(codec.encode(codec.Kept(self.kept, message))))
+        self.transport.write(masked_frame(message_frames.encode(message_frames.Kept(self.kept, message))))
 
     def die(self) -> None:
         """The first rank is killed."""

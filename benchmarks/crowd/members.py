@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import json
+import os
 import resource
 import socket
 import ssl
@@ -19,9 +20,9 @@ import uvloop
 
 from crowd.beats import masked_frame
 from crowd.servers import JOB, TOKEN
-from phalanx.ipc.codec import Decoder
+from phalanx.ipc.codec import MessageDecoder
 from phalanx.run import messages as m
-from phalanx.run.wire import codec, proof, websocket
+from phalanx.run.wire import message_frames, proof, websocket
 
 TICKS_PER_S = 100
 AT_ONCE = 100
@@ -30,7 +31,8 @@ REQUEST = (
     b"GET /executors HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
-CHALLENGE = Decoder(codec.Challenge)
+CHALLENGE = MessageDecoder(message_frames.Challenge)
+KEY = proof.key_of(TOKEN)
 REQUESTED, UPGRADED, ANSWERED, JOINED = range(4)
 
 
@@ -99,11 +101,11 @@ class Member(asyncio.Protocol, ABC):
     def _shake_hands(self, content: bytes) -> None:
         if self.stage == UPGRADED:
             challenge = CHALLENGE.decode(content)
-            given = proof.answer(TOKEN, challenge, JOB, self.name, proof.new_instance(), proof.new_nonce())  # type: ignore[arg-type]
-            self.transport.write(masked_frame(codec.encode(given)))
+            given, _ = proof.answer(KEY, challenge, JOB, self.name, os.urandom(16))  # type: ignore[arg-type, misc]
+            self.transport.write(masked_frame(message_frames.encode(given)))
             self.stage = ANSWERED
         else:
-            self.transport.write(masked_frame(codec.encode(self.hello())))
+            self.transport.write(masked_frame(message_frames.encode(self.hello())))
             self._join()
 
     def _join(self) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 
 from phalanx.run import messages as m
-from phalanx.run.wire.server import ExecutorServer
+from phalanx.run.wire.executor_server import ExecutorServer
 
 TOKEN = bytes(range(32))
 JOB = "benchmark"

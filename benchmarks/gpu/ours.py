@@ -26,7 +26,7 @@ from phalanx.train.assemble import build_trainer
 from phalanx.train.config import RunConfig
 from phalanx.train.device import Device, choose_device
 from phalanx.train.ranks import Ranks
-from phalanx.train.session import train_session
+from phalanx.train.session import run_session
 from phalanx.train.trainer import Trainer
 
 _SKIPPED_STEPS = 10
@@ -135,7 +135,7 @@ def trainer(task: Task) -> dict[str, Any]:
     stamps: list[float] = []
     handle = register_optimizer_step_post_hook(lambda *_: stamps.append(time.perf_counter()))
     try:
-        train_session(run_config(task, **changes), Path(task.folder) / "trainer.toml", Console(quiet=True))
+        run_session(run_config(task, **changes), Path(task.folder) / "trainer.toml", Console(quiet=True))
     finally:
         handle.remove()
     seconds = [after - before for before, after in itertools.pairwise(stamps)][_SKIPPED_STEPS:]

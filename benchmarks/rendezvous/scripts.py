@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.store_port import port_of
 
 from phalanx.core.layout import Axis, Layout
 from phalanx.parallel.mesh import Mesh, meeting_place
-from phalanx.parallel.rendezvous import open_store, port_of
+from phalanx.parallel.rendezvous import open_store
 from rendezvous.proxy import Proxy, Recording
 from rendezvous.wire import Kind, Request
 

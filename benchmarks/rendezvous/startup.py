@@ -34,7 +34,7 @@ from phalanx.train import assemble as assembling
 from phalanx.train import ranks as training_ranks
 from phalanx.train.config import RunConfig
 from phalanx.train.ranks import Ranks
-from phalanx.train.session import train_session
+from phalanx.train.session import run_session
 from rendezvous.nccl import RANKS_PER_ROOT, NcclRendezvous, root_index
 from rendezvous.wire import MAGIC, Kind, Request
 
@@ -162,7 +162,7 @@ def groups_of_rank(layout: Layout, rank: int, **settings: Any) -> list[Key]:
             patch.object(assembling, "measure_peak", lambda device: None),
         ):
             try:
-                train_session(config, Path("tiny.toml"), Console(quiet=True), ranks)
+                run_session(config, Path("tiny.toml"), Console(quiet=True), ranks)
             except FirstStepError:
                 return made
             finally:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint import Checkpointer, restore_checkpoint
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.storage.checkpoint_store import step_of
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.config import load
@@ -30,6 +29,7 @@ from phalanx.train.loop import train
 from phalanx.train.run_folder import open_for_training
 from phalanx.train.training_run import Run
 from support import tiny
+from support.open_checkpoint import open_checkpoint
 
 STEPS = (4, 8)
 SPARED = (".metadata", "SHA256SUMS", "part-0.json", "evaluation.json")
@@ -227,6 +227,7 @@ def _resume_trainer(folder: Path, say: Say) -> int:
 def _configured(folder: Path, data: Path) -> RunConfig:
     settings = tiny.SETTINGS | {
         "train.steps": STEPS[1], "checkpoint.every_steps": STEPS[0], "checkpoint.wait": True, "run.resume": "same",
+        "train.garbage_collect_steps": 0,
     }  # fmt: skip
     return load(RunConfig, None, tiny.overrides(data, folder / "run", settings)).value
 
@@ -238,13 +239,13 @@ def _make_run(folder: Path) -> None:
 
     from phalanx.telemetry.loggers import open_loggers
     from phalanx.train.reports.display import make_display
-    from phalanx.train.reports.reporter import Reporter
+    from phalanx.train.session import make_reporter
 
     (folder / "home").write_text(str(folder))
     run = _assembled(folder, lambda _: None)
     logger = open_loggers(run.config.logging, run.folder.path, 0)
     try:
-        train(run, Reporter(run, make_display(Console(file=io.StringIO(), width=200)), logger, 1.0))
+        train(run, make_reporter(run, make_display(Console(file=io.StringIO(), width=200)), logger))
     finally:
         logger.close()
         run.folder.release()

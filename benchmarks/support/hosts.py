@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from phalanx.checkpoint.format.shard_plan import Record, SnapshotId
-from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.ipc.handshake import hand_out
 from phalanx.telemetry.loggers import read_json_lines
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 
 _IMPORTED = [
     "phalanx.train.session",
-    "phalanx.cli.train",
+    "phalanx.cli.train_command",
     "torch.utils.checkpoint",
     "torch._inductor.standalone_compile",  # by torch.use_deterministic_algorithms
 ]
@@ -267,7 +267,7 @@ class Cluster:
         if not self.keepers(host):  # a rank that was stopped while it starts one listens there, and does not answer
             return []
         try:
-            keeper = connect(self.keeper(host), 0, 1)
+            keeper = KeeperClient(self.keeper(host), 0, 1)
         except KeeperLostError:
             return []
         try:

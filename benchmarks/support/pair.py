@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from phalanx.core.layout import Axis
 from phalanx.parallel.group import Group
+from support import harness
 
 _PORT = 29611
 
@@ -63,11 +65,10 @@ def in_turns(group: Group, contenders: dict[str, Callable[[], float]], repeats: 
 
     A contender returns the seconds it took; both ranks start it together.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(repeats + 1):
-        for name, run in contenders.items():
-            group.barrier()
-            mine = run()
-            if turn:
-                seconds[name].append(mine)
+
+    def together(run: Callable[[], float]) -> float:
+        group.barrier()
+        return run()
+
+    seconds = harness.in_turns({name: partial(together, run) for name, run in contenders.items()}, repeats)
     return {name: slowest(group, values) for name, values in seconds.items()}

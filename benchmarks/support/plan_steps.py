@@ -40,11 +40,11 @@ class Stamps:
 
 def train_alone(config: RunConfig, path: Path, out: Path) -> None:
     """In this process."""
-    from phalanx.train.session import train_session
+    from phalanx.train.session import run_session
 
     stamps = Stamps()
     with Path(os.devnull).open("w") as nowhere:
-        train_session(config, path, Console(file=nowhere))
+        run_session(config, path, Console(file=nowhere))
     out.write_text(json.dumps(stamps.seconds))
 
 
@@ -53,7 +53,7 @@ def train_rank(worker: Worker, config: RunConfig, path: Path, out: Path) -> int:
     from phalanx.train import session
 
     stamps = Stamps()
-    status = session.train_rank(worker, config, path)
+    status = session.rank_status(worker, config, path)
     if worker.rank == 0:
         out.write_text(json.dumps(stamps.seconds))
     return status

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from support.harness import benchmark_parser, write_json
 
 DDP = """
 import os, sys, time
@@ -45,18 +45,12 @@ def stepped_at_s(folder: Path, ranks: int) -> float:
     return max(float((folder / f"stepped-{rank}").read_text()) for rank in range(ranks))
 
 
-def spread(seconds: Sequence[float]) -> str:
-    """Their median and range."""
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-
-
 def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """With what all of them take; ``--quick`` is one round of the DDP script."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    quick = "one round of the DDP script, with the fewest ranks"
+    parser = benchmark_parser(description, quick, as_json=True)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
-    parser.add_argument("--json", type=Path, help="write every start here too")
-    parser.add_argument("--quick", action="store_true", help="one round of the DDP script, with the fewest ranks")
     return parser
 
 
@@ -71,5 +65,4 @@ def read_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def conclude(arguments: argparse.Namespace, starts: Iterable[Any], table: str) -> None:
     """Print the table, and keep every start where that is wanted."""
     print(f"{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n{table}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    write_json(arguments.json, [asdict(start) for start in starts])

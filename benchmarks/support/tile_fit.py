@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.plan.hardware.device_model import Clock, Tile, TileGemm
-from phalanx.plan.hardware.formula import ARRAYS, LogGrid
+from phalanx.plan.hardware.device_model import Clock, LogGrid, TileGemm
+from phalanx.plan.types import ARRAYS, Tile
 
 SHAPES = (
     (256, 128, 0),
@@ -120,9 +120,8 @@ def corrected(gemm: TileGemm, products: Products) -> TileGemm:
     hats = _hats(waves, WAVES)[:, :, None] * _hats(np.log2(products.k), COLUMNS)[:, None, :]
     table = _least_deviation(hats.reshape(len(waves), -1), -errors(gemm, products))
     ratios = np.exp(table.reshape(len(WAVES), len(COLUMNS)))
-    grid = LogGrid(
-        [2.0**w for w in WAVES], [2.0**c for c in COLUMNS], [[round(r, 3) for r in row] for row in ratios.tolist()]
-    )
+    axes = [2.0**w for w in WAVES], [2.0**c for c in COLUMNS]
+    grid = LogGrid(axes, [[round(r, 3) for r in row] for row in ratios.tolist()])
     return replace(gemm, correction=grid)
 
 

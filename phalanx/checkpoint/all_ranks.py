@@ -1,4 +1,4 @@
-"""Steps that all ranks take together: what fails on one rank is told to all, so that all stop at the same place."""
+"""Steps that all ranks take together: what fails on one rank is raised on all, so that all stop at the same place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def everywhere(peers: Peers, work: Callable[[], T]) -> list[T]:
     """
     if peers.size == 1:
         return [work()]
-    answer, error = _attempt(work)
+    answer, error = _try(work)
     answers = peers.gather(answer)
     for rank, other in enumerate(answers):
         if "failure" in other:
@@ -41,14 +41,14 @@ def collected(peers: Peers, work: Callable[[], T]) -> list[T] | None:
     """
     if peers.size == 1:
         return [work()]
-    answer, error = _attempt(work)
+    answer, error = _try(work)
     answers = peers.collect(answer.get("value"))
     _raise_first(peers, answer, error)
     return answers
 
 
 def agreed(peers: Peers, work: Callable[[], object]) -> None:
-    """Let every rank do its `work`; all hear the first failure, if there is one, and nothing else.
+    """Let every rank do its `work`; all get the first failure, if there is one, and nothing else.
 
     Raises:
         UserError: as `everywhere`.
@@ -56,7 +56,7 @@ def agreed(peers: Peers, work: Callable[[], object]) -> None:
     if peers.size == 1:
         work()
     else:
-        _raise_first(peers, *_attempt(work))
+        _raise_first(peers, *_try(work))
 
 
 def at_first(peers: Peers, work: Callable[[], T]) -> T:
@@ -67,11 +67,11 @@ def at_first(peers: Peers, work: Callable[[], T]) -> T:
     """
     if peers.size == 1:
         return work()
-    answer, error = _attempt(work) if peers.rank == 0 else (None, None)
-    told = peers.broadcast(answer)
-    if "failure" in told:
-        raise _seen_from_here(0, told["failure"], error)
-    value: T = told["value"]
+    answer, error = _try(work) if peers.rank == 0 else (None, None)
+    given = peers.broadcast(answer)
+    if "failure" in given:
+        raise _seen_from_here(0, given["failure"], error)
+    value: T = given["value"]
     return value
 
 
@@ -92,32 +92,29 @@ def _raise_first(peers: Peers, answer: dict[str, Any], own: BaseException | None
         raise _seen_from_here(first[0], first[1], own)
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
+def _try(work: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
     # Whatever it is, the others wait for an answer; it is raised again when they have it.
     try:
         return {"value": work()}, None
     except BaseException as error:
-        return {"failure": _told(error)}, error
-
-
-def _told(error: BaseException) -> dict[str, Any]:
-    host = platform.node()
-    if isinstance(error, DamagedCheckpointError):
-        return {"host": host, "field": str(error.path), "reason": error.reason}
-    if isinstance(error, UserError):
-        return {"host": host, "field": error.field, "problem": error.problem, "cure": error.cure}
-    problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    return {"host": host, "field": None, "problem": problem, "cure": "see the traceback of that rank"}
+        failure = {"host": platform.node(), "field": None, "cure": "see the traceback of that rank"}
+        if isinstance(error, DamagedCheckpointError):
+            failure |= {"field": str(error.path), "reason": error.reason}
+        elif isinstance(error, UserError):
+            failure |= {"field": error.field, "problem": error.problem, "cure": error.cure}
+        else:
+            failure["problem"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return {"failure": failure}, error
 
 
 def _seen_from_here(rank: int, failure: dict[str, Any], own: BaseException | None) -> BaseException:
     if own is not None and not isinstance(own, UserError):
         return own
-    who = f"rank {rank} ({failure['host']})"
+    where = f"rank {rank} ({failure['host']})"
     error: UserError
     if "reason" in failure:
-        error = DamagedCheckpointError(failure["field"], f"{failure['reason']}, says {who}")
+        error = DamagedCheckpointError(failure["field"], f"{failure['reason']}, says {where}")
     else:
-        error = UserError(f"{who}: {failure['problem']}", cure=failure["cure"], field=failure["field"])
+        error = UserError(f"{where}: {failure['problem']}", cure=failure["cure"], field=failure["field"])
     error.__cause__ = own
     return error

@@ -53,11 +53,10 @@ class IntervalCosts:
 
 
 @dataclass(frozen=True)
-class Failures:
+class JobFailures:
     """What is known of failures of a job.
 
     Attributes:
-        hosts: of the job.
         seen: failures so far, in all attempts.
         observed_s: seconds of all attempts together.
         given_s: mean time between failures of the whole job as a person gave it; 0: not given.
@@ -91,8 +90,7 @@ class Interval:
     """A chosen interval between durable checkpoints.
 
     Attributes:
-        steps: the interval.
-        seconds: about how long they take.
+        seconds: about how long the steps take.
         lost_share: of the time, that checkpoints, repeated steps and restarts are expected to take.
         explanation: one line for people.
     """
@@ -124,7 +122,7 @@ def lost_share(interval_s: float, costs: IntervalCosts, mtbf_s: float) -> float:
     return 1 - interval_s / (mtbf_s * math.exp(waiting) * math.expm1(period))
 
 
-def choose(config: CheckpointConfig, costs: IntervalCosts, failures: Failures) -> Interval:
+def choose(config: CheckpointConfig, costs: IntervalCosts, failures: JobFailures) -> Interval:
     """The interval to use; `every_steps` and `every_s` of `config` are upper bounds where they are above 0."""
     step_s = max(costs.step_s, 1e-9)
     mtbf_s = failures.mtbf_s
@@ -138,17 +136,15 @@ def choose(config: CheckpointConfig, costs: IntervalCosts, failures: Failures) -
             steps, why = max(most, 1), f"; no longer because of {name} = {limit:g}"
     if steps < least:
         why += ", though persisting takes longer"
-    lost = lost_share(steps * step_s, costs, mtbf_s)
-    return Interval(steps, steps * step_s, lost, _explained(steps, step_s, lost, costs, failures) + why)
-
-
-def _explained(steps: int, step_s: float, lost: float, costs: IntervalCosts, failures: Failures) -> str:
+    seconds = steps * step_s
+    lost = lost_share(seconds, costs, mtbf_s)
     every = "step" if steps == 1 else f"{steps:,} steps"
-    return (
-        f"every {every} ({units.duration(steps * step_s)}): stall {units.duration(costs.stall_s)}, persisting "
-        f"{units.duration(costs.persist_s)}, one failure per {units.duration(failures.mtbf_s)} ({failures.source}); "
-        f"{lost:.2%} of the time is expected to be lost"
+    explanation = (
+        f"every {every} ({units.duration(seconds)}): stall {units.duration(costs.stall_s)}, persisting "
+        f"{units.duration(costs.persist_s)}, one failure per {units.duration(mtbf_s)} ({failures.source}); "
+        f"{lost:.2%} of the time is expected to be lost{why}"
     )
+    return Interval(steps, seconds, lost, explanation)
 
 
 FIRST_S = 60.0
@@ -172,7 +168,6 @@ class AutoInterval:
 
     Args:
         config: `auto`, its bounds, `mtbf_hours` and `restart_s`.
-        hosts: of the job.
         state: from `to_json` of an earlier attempt; None: there was none.
         failed: whether that attempt ended by a failure; False after a clean stop.
     """
@@ -241,6 +236,6 @@ class AutoInterval:
     def _update(self) -> None:
         if not all(self._times[name] for name in ("step_s", "stall_s", "persist_s")):
             return
-        failures = Failures(self._hosts, self._seen, self._observed_s, self._config.mtbf_hours * 3600)
+        failures = JobFailures(self._hosts, self._seen, self._observed_s, self._config.mtbf_hours * 3600)
         self._chosen = choose(self._config, self._costs(), failures)
         self._steps = adapted(self._steps, self._chosen.steps) if self._steps else self._chosen.steps

@@ -1,8 +1,8 @@
-"""What ranks, the keeper of their host, its persister and its peers on other hosts promise each other.
+"""What ranks, the keeper of their host, its persister and its peers on other hosts tell each other.
 
 A rank leases memory for its shard: some slots, each large enough for one snapshot of it. It copies a snapshot into a
-slot that is free and says so (`Keeper.taken`). The keeper then, in the background: sums and examines it and writes the
-record that commits it; sends it to the peer host; hands it to the persister. A slot is free unless it holds the newest
+free slot (`KeeperClient.slot`, `taken`). The keeper then, in the background: sums and examines it and writes the record
+that commits it; sends it to the peer host; hands it to the persister. A slot is free unless it holds the newest
 committed copy of the shard, is not committed yet, or is being replicated or persisted.
 
 Of all snapshots that keepers hold, `restorable` says which can be restored, newest first. The newest state is the one
@@ -15,9 +15,8 @@ later attempt. Of one attempt and step, memory goes before durable storage.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId, is_stale, sick_tensors
 
@@ -27,7 +26,7 @@ class RefusedError(RuntimeError):
 
 
 class NotBegunError(RuntimeError):
-    """An attempt of which no rank of this host has told: it may come yet, or somebody has made it up."""
+    """No rank of this host has begun this attempt: it may come yet, or somebody has made it up."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Endpoint:
         host: name of the host (or of what plays one).
         addresses: of its network interfaces, the one to be used first.
         port: TCP; 0 where it does not listen.
-        interface: name of the interface that was chosen, and its speed where it is known.
-        interface_bits_per_s: None: unknown.
+        interface: name of the interface that was chosen.
+        interface_bits_per_s: its speed; None: unknown.
     """
 
     host: str
@@ -63,55 +62,11 @@ class Held(NamedTuple):
     is_replica: bool
 
 
-class Vault(Protocol):
-    """The memory inside the keeper, as its own threads (replicas, persister) see it. Every method may be called from
-    any thread."""
-
-    def place(self, plan: ShardPlan, snapshot: SnapshotId) -> Slot:
-        """Memory for a replica that is about to arrive; never that of the newest committed copy of the shard.
-
-        Only ranks of this host begin attempts, whose numbers were claimed in storage: a replica cannot.
-
-        Raises:
-            RefusedError: a later attempt has begun. NotBegunError: this one has not.
-            OSError: there is no memory left.
-        """
-        ...
-
-    def commit(self, plan: ShardPlan, slot: Slot, record: Record) -> None:
-        """The replica in `slot` is whole and checked."""
-        ...
-
-    def abandon(self, plan: ShardPlan, slot: Slot) -> None:
-        """What was to come into `slot` did not."""
-        ...
-
-    def held(self) -> list[Held]:
-        """Committed copies."""
-        ...
-
-    def pin(self, snapshot: SnapshotId, rank: int) -> AbstractContextManager[tuple[Record, ShardPlan, int]]:
-        """A committed copy, which is not overwritten within the context, and the descriptor of its memory (read only).
-
-        Raises:
-            LookupError: it is not there any more.
-        """
-        ...
-
-
-class ReplicaPlaces(NamedTuple):
-    """Which host keeps the replica of which; by name."""
-
-    peer_of: dict[str, str]
-    warnings: Sequence[str]
-
-
 @dataclass(frozen=True)
 class Replicated:
     """What became of sending one snapshot of a rank to the keeper of another host.
 
     Attributes:
-        rank, step: of the snapshot.
         to: name of the other host.
         problem: empty, or why it is not there, naming host and cause.
         refused: the other host has seen a later attempt: this process is a leftover of an earlier one.
@@ -163,7 +118,7 @@ class PersistTask:
         record: its sums are checked while it is read; what does not match is not written.
         descriptor: the slot's memory, which stays as it is until the outcome has come.
         job: of rank 0's shard: gather the parts of all shards, and publish.
-        hurry: see `phalanx.checkpoint.keeper_contract.Taken`.
+        hurry: see `Taken`.
     """
 
     plan: ShardPlan
@@ -179,7 +134,6 @@ class PersistOutcome:
     """What became of a task.
 
     Attributes:
-        rank, step: of the task.
         published: False: the shard is written (or not, see `problem`), and its slot is free; True: the whole checkpoint
             is published, or will not be. Every task has one of the first kind and then one of the second: where another
             host publishes, the second comes when that is seen in the storage.
@@ -197,30 +151,6 @@ class PersistOutcome:
     bytes: int = 0
 
 
-class Persister(Protocol):
-    """The keeper's handle of the persister process; its methods do not wait."""
-
-    def prepare(self) -> None:
-        """Start the process, unless there is one, so that the first task does not have to: its imports take time."""
-        ...
-
-    def submit(self, task: PersistTask) -> None:
-        """Hand over a task; the process is started if there is none, and again if it has died."""
-        ...
-
-    def fileno(self) -> int:
-        """Readable when there is an outcome, or the process has died; -1 while there is none."""
-        ...
-
-    def outcomes(self) -> list[PersistOutcome]:
-        """What has come; of tasks of a process that died, failures."""
-        ...
-
-    def close(self) -> None:
-        """End the process, also in the middle of a task."""
-        ...
-
-
 Stage = Literal["committed", "replicated", "durable"]
 
 
@@ -235,11 +165,9 @@ class Taken:
     Attributes:
         step: optimizer steps done.
         state: JSON text, of rank 0; empty on others.
-        stepped: as in `Record`.
+        stepped, metrics: as in `Record`.
         persist: whether it shall become a durable checkpoint; the same on all ranks.
         hurry: examine and persist it as fast as possible instead of sparing the cores: training waits for it.
-        metrics: as in `Record`.
-        unix_ns: when.
     """
 
     step: int
@@ -256,7 +184,7 @@ class SnapshotProgress:
     """A snapshot of this rank has come to a stage, or will not.
 
     Attributes:
-        stage: which; ``durable`` is told to every rank when the whole checkpoint is published.
+        stage: which; ``durable`` is reported to every rank when the whole checkpoint is published.
         problem: empty, or why it failed, naming file and cause. A checkpoint that is stale or sick and therefore
             quarantined is a problem at the stage ``durable``.
         name: of the durable checkpoint.
@@ -271,111 +199,6 @@ class SnapshotProgress:
     seconds: float = 0.0
     bytes: int = 0
     to: str = ""
-
-
-class Keeper(Protocol):
-    """A rank's connection to the keeper of its host. Its methods do not wait unless they say so.
-
-    Raises:
-        KeeperLostError: from any method, once it is gone. RefusedError: a later attempt has been seen.
-    """
-
-    @property
-    def last_attempt(self) -> int:
-        """The highest attempt that the keeper had seen before this connection."""
-        ...
-
-    def held(self) -> list[Held]:
-        """Committed copies of shards, own and replicas, of any rank; waits for the answer."""
-        ...
-
-    def read(self, snapshot: SnapshotId, rank: int) -> AbstractContextManager[tuple[Record, ShardPlan, memoryview]]:
-        """A committed copy, to be read within the context and checked against its sums; waits until it is handed over.
-
-        Raises:
-            LookupError: it is not there any more.
-        """
-        ...
-
-    def begin(self, attempt: int, set_id: str, shards: int) -> None:
-        """This connection belongs to `attempt`, and its shards to the set; lower attempts are refused from now on."""
-        ...
-
-    def resume_from(self, snapshot: SnapshotId) -> None:
-        """Training goes on from `snapshot`, of an earlier attempt; to be called after `begin`, before the first `slot`.
-
-        Later copies of earlier attempts, which were not whole, are void; else they would count as the newest, and the
-        only whole snapshot would be written over first. Waits for the answer.
-        """
-        ...
-
-    def lease(self, plan: ShardPlan, job: JobPlan | None, slots: int, destination: Destination | None) -> None:
-        """Ask for memory; it is allocated, and touched here and there, in the background (see `ready`).
-
-        Memory of an earlier lease of the same rank and size is taken over, with what is committed in it. If it cannot
-        be had, `poll` returns a problem at stage ``committed`` of step -1.
-
-        Args:
-            job: rank 0's; its host publishes.
-            destination: None where nothing is ever made durable.
-        """
-        ...
-
-    def replicate_to(self, peer: Endpoint | None, attempt: int, secret: bytes) -> None:
-        """Send every committed snapshot of this rank to the keeper at `peer`; talk to those with `secret`, no others.
-
-        What an earlier attempt than `attempt` wanted to send is given up.
-        """
-        ...
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Where other keepers reach this one; it begins to listen when first asked; waits for the answer."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """Whether the memory of the lease is there and can be written without page faults."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether the next snapshot cannot be taken yet: no memory, no free slot, or the last one is not committed, and
-        replicated where that is asked for."""
-        ...
-
-    @property
-    def persisting(self) -> bool:
-        """Whether a snapshot of this rank is on its way to durable storage."""
-        ...
-
-    def slot(self) -> Slot:
-        """A slot to write the next snapshot into; only while not `busy`."""
-        ...
-
-    def taken(self, slot: Slot, taken: Taken) -> None:
-        """`slot` holds a snapshot now."""
-        ...
-
-    def poll(self) -> list[SnapshotProgress]:
-        """What has happened since the last call."""
-        ...
-
-    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[SnapshotProgress]:
-        """Wait until the snapshot of `step` has come to `stage`, or failed to; all that happened meanwhile.
-
-        Raises:
-            TimeoutError: it has not.
-        """
-        ...
-
-    def finish(self) -> None:
-        """The job has ended well: the keeper ends, once every rank of the host has said so."""
-        ...
-
-    def close(self) -> None:
-        """Hang up; the lease ends, what is committed stays until the keeper's time to live is over."""
-        ...
 
 
 class RestorableSnapshot(NamedTuple):
@@ -407,11 +230,6 @@ def newest_first(attempt: int, step: int) -> tuple[int, int]:
     return attempt, step
 
 
-def summary(keeper: Keeper) -> list[str]:
-    """The records of what a keeper holds, without their long parts, for `restorable` on every rank."""
-    return [brief(copy.record) for copy in keeper.held()]
-
-
 def brief(record: Record) -> str:
     """A record without the sums and the state, which are read with the copy itself."""
     short = Record(**vars(record) | {"sums": (), "state": "", "state_sum": 0, "metrics": {}, "sick": record.sick[:1]})
@@ -431,12 +249,11 @@ def restorable(held: Mapping[str, Sequence[Record]]) -> list[RestorableSnapshot]
     for host in sorted(held):
         for record in held[host]:
             found.setdefault(record.snapshot, []).append((host, record))
-    choices = [_choice(snapshot, copies) for snapshot, copies in found.items()]
-    whole = [choice for choice in choices if choice is not None]
+    whole = filter(None, (_whole(snapshot, copies) for snapshot, copies in found.items()))
     return sorted(whole, key=lambda c: (newest_first(c.snapshot.attempt, c.snapshot.step), c.snapshot), reverse=True)
 
 
-def _choice(snapshot: SnapshotId, copies: list[tuple[str, Record]]) -> RestorableSnapshot | None:
+def _whole(snapshot: SnapshotId, copies: list[tuple[str, Record]]) -> RestorableSnapshot | None:
     shards: dict[int, Record] = {}
     hosts: dict[int, list[str]] = {}
     for host, record in copies:

@@ -5,7 +5,7 @@ of 15: one process on one thread 0.030 s by ``torch._foreach_copy_``, 0.031 by `
 0.037 by memmove, 0.032 by ``numpy.copyto``, on two threads 0.020 to 0.025; two processes at once on one thread each
 0.036 to 0.047 by all of them: memory is the limit, so the plainest way is taken. Untouched memory costs 0.3 to 1.7 s.
 
-Beside the next forward pass the same copy has no core of its own there: see `OVERLAP_ON_CPU`. A device copies into
+There the same copy has no core of its own beside the next forward pass: see `OVERLAP_ON_CPU`. A device copies into
 page-locked memory by itself, while threads do something else.
 """
 
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,7 @@ from phalanx.checkpoint.keeper_contract import Slot
 
 
 class Pinned:
-    """Some host memory that may be page-locked for CUDA, and is not to begin with.
-
-    Args:
-        memory: bytes; kept alive by this.
-    """
+    """Some host memory that may be page-locked for CUDA, and is not to begin with."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -42,20 +38,20 @@ class Pinned:
         """Page-lock it; where the system refuses (a limit of locked memory), it stays as it is, and is slower."""
         if self.is_pinned or self._refused or not self._memory.nbytes:
             return
-        error = _runtime().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = runtime.cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+        # Remembered, so that a limit of locked memory is not run into again with every snapshot.
         self._refused = int(error) != 0
         self.is_pinned = not self._refused
 
     def close(self) -> None:
         """Unlock it; no copy may be under way."""
         if self.is_pinned:
-            _runtime().cudaHostUnregister(self._memory.data_ptr())
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._memory.data_ptr())
         self.is_pinned = False
+        # A view would keep the shared memory mapped.
         self._memory = torch.empty(0)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 OVERLAP_ON_CPU = False
@@ -66,10 +62,7 @@ _SMALL_BYTES = 1 << 16  # a piece below this is copied at once
 _WORTH_BYTES = 1 << 20  # below this in all, nothing is left for later
 
 
-@dataclass(frozen=True)
-class _Move:
-    """One copy to be made."""
-
+class _Move(NamedTuple):
     out: Tensor
     source: Tensor
 
@@ -105,6 +98,7 @@ class Copying:
         Raises:
             RuntimeError: copying failed; the slot holds nothing.
         """
+        # No events: a copy on a CPU, or a first one, into memory that is not pinned yet.
         if not self.events:
             self.wait()
         for device, event in self.events.items():
@@ -159,7 +153,6 @@ class Copier:
     """Copies the tensors of one shard into slots.
 
     Args:
-        plan: of the shard.
         tensors: by name, at least those of the plan, on any device, of any strides; DTensors give their local part.
         overlap: whether large tensors are copied while training goes on, until `Copying.fence`; None: on CUDA, and on
             CPUs as `OVERLAP_ON_CPU` says.
@@ -176,7 +169,7 @@ class Copier:
 
     def __post_init__(self) -> None:
         self._pieces = [piece for piece in self.plan.pieces if piece.length_bytes]
-        self._sources(self.tensors)
+        self._sources(self.tensors)  # raises for tensors that do not fit
 
     def begin(self, slot: Slot, done: Callable[[float], None], tensors: Mapping[str, Tensor] | None = None) -> Copying:
         """Copy all into `slot`, or begin to.
@@ -193,7 +186,17 @@ class Copier:
         """
         if tensors is not None:
             self.tensors = tensors
-        places = self._places(slot)
+        whole = torch.frombuffer(slot.memory, dtype=torch.uint8) if len(slot.memory) else torch.empty(0)
+        places = self._slots.get(slot.number)
+        # After a new lease a slot of the same number is other memory.
+        if places is None or places.address != whole.data_ptr():
+            if places is not None:
+                places.pinned.close()
+            views = {
+                p.name: whole[p.start_bytes : p.start_bytes + p.length_bytes].view(_dtype(p)).view(p.sizes)
+                for p in self._pieces
+            }
+            places = self._slots[slot.number] = _Places(whole.data_ptr(), views, Pinned(whole))
         pairs = zip(self._pieces, self._sources(self.tensors), strict=True)
         moves = {piece.name: _Move(places.views[piece.name], source) for piece, source in pairs}
         copying = Copying(done)
@@ -213,22 +216,13 @@ class Copier:
     def _sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return [_source(piece, tensors.get(piece.name)) for piece in self._pieces]
 
-    def _places(self, slot: Slot) -> _Places:
-        whole = torch.frombuffer(slot.memory, dtype=torch.uint8) if len(slot.memory) else torch.empty(0)
-        places = self._slots.get(slot.number)
-        if places is None or places.address != whole.data_ptr():
-            if places is not None:
-                places.pinned.close()
-            views = {piece.name: _view(whole, piece) for piece in self._pieces}
-            places = self._slots[slot.number] = _Places(whole.data_ptr(), views, Pinned(whole))
-        return places
-
     def _begin_on_cpu(self, copying: Copying, moves: Mapping[str, _Move]) -> None:
-        late = self._late(moves) if self._overlaps(OVERLAP_ON_CPU) else set()
+        late = self._late(moves) if (OVERLAP_ON_CPU if self.overlap is None else self.overlap) else set()
         _copy([move for name, move in moves.items() if name not in late])
         if not late:
             copying.end()
             return
+        # Kept until they are copied: training may drop its last reference to a tensor meanwhile.
         copying.kept = [move for name, move in moves.items() if name in late]
         copying.go_on(lambda: _copy_on_one_thread(copying.kept))
 
@@ -237,16 +231,25 @@ class Copier:
     ) -> None:
         """Copies on streams of their own; what may change before the fence is first cloned on the device."""
         late = self._late(moves)
-        on_host = [move for move in moves.values() if not move.source.is_cuda]
-        _copy(on_host)
-        kept = [_settled(move, name in late) for name, move in moves.items() if move.source.is_cuda]
+        _copy([move for move in moves.values() if not move.source.is_cuda])
+        with torch.no_grad():
+            # Cloned in the order of the present stream, so the clone has today's values, whatever is enqueued behind
+            # it.
+            kept = [
+                move if name in late else _Move(move.out, move.source.clone())
+                for name, move in moves.items()
+                if move.source.is_cuda
+            ]
         copying.kept = kept
+        # The copy streams wait for the work that makes these values, and for none that comes later.
         ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         ends: dict[torch.device, torch.cuda.Event] = {}
 
         def enqueue() -> None:
             for device in devices:
-                stream = self._stream(device)
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream = self._streams[device]
                 stream.wait_event(ready[device])
                 with torch.cuda.stream(stream):
                     _copy([move for move in kept if move.source.device == device])
@@ -262,28 +265,22 @@ class Copier:
             finish()
             places.pinned.pin()
 
+        # Only waiting for the end needs a thread: enqueueing copies into pinned memory returns at once.
         if places.pinned.is_pinned:
             enqueue()
             copying.events = ends
             copying.go_on(finish)
         else:
             copying.go_on(slowly)
-        if not self._overlaps(True):
+        if self.overlap is False:
             copying.wait()
-
-    def _overlaps(self, default: bool) -> bool:
-        return default if self.overlap is None else self.overlap
 
     def _late(self, moves: Mapping[str, _Move]) -> set[str]:
         """Pieces that only an update changes, and that are worth it."""
+        # Generators and counters change at any time, not only in an update, so they are never late.
         large = [p for p in self._pieces if p.role != "other" and p.length_bytes >= _SMALL_BYTES]
         worth = sum(piece.length_bytes for piece in large) >= _WORTH_BYTES
         return {piece.name for piece in large if piece.name in moves} if worth else set()
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
 
 
 def _source(piece: Piece, tensor: Tensor | None) -> Tensor:
@@ -305,16 +302,6 @@ def _dtype(piece: Piece) -> torch.dtype:
     return dtype
 
 
-def _view(whole: Tensor, piece: Piece) -> Tensor:
-    return whole[piece.start_bytes : piece.start_bytes + piece.length_bytes].view(_dtype(piece)).view(piece.sizes)
-
-
-@torch.no_grad()
-def _settled(move: _Move, late: bool) -> _Move:
-    """The same from a source that nobody changes."""
-    return move if late else _Move(move.out, move.source.clone())
-
-
 @torch.no_grad()
 def _copy(moves: list[_Move]) -> None:
     """All in one call without the GIL, on as many threads as torch has."""
@@ -326,6 +313,8 @@ def _copy(moves: list[_Move]) -> None:
 def _copy_on_one_thread(moves: list[_Move]) -> None:
     """Beside training: a second team of threads of torch's would fight with the first for its cores."""
     for move in moves:
+        # ctypes lets go of the GIL. Of lazily conjugated or negated tensors memory holds other numbers than the tensor
+        # has.
         if move.source.is_contiguous() and not move.source.is_conj() and not move.source.is_neg():
             ctypes.memmove(move.out.data_ptr(), move.source.data_ptr(), move.source.nbytes)
         else:

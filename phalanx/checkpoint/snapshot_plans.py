@@ -1,11 +1,11 @@
 """From tensors to plans: which rank writes which blocks, worked out once by all ranks together.
 
-Each rank tells rank 0 what it writes as short text (`Written`); put together, each element is written exactly once.
+Each rank sends rank 0 what it writes as short text (`Written`); put together, each element is written exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -23,8 +23,8 @@ from phalanx.core.peers import Peers
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What one rank knows after `agree`.
+class AgreedBlocks:
+    """What one rank knows after `agree_on_blocks`.
 
     Attributes:
         blocks: all that it holds, by name.
@@ -36,21 +36,14 @@ class Agreed:
     mine: Mapping[str, Block]
     needed_bytes: int
 
-    @property
-    def left(self) -> list[str]:
-        """Names of tensors whose first element is held here and which another rank has to write."""
-        return sorted(name for name, block in self.blocks.items() if name not in self.mine and _has_first(block.shard))
 
-
-def agree(
+def agree_on_blocks(
     tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], peers: Peers, check: Callable[[], None] | None = None
-) -> Agreed:
+) -> AgreedBlocks:
     """Called by all ranks together: owners write their blocks; what has no shard is written by the first that has it.
 
     Args:
-        tensors: by logical name, as far as this rank has them.
         shards: which block of its logical tensor each of `tensors` is, and whether this rank writes it.
-        peers: the ranks that save together.
         check: done first, here; if it fails on one rank, nothing is agreed on any.
 
     Raises:
@@ -61,26 +54,21 @@ def agree(
     extra = sorted(set(unsharded).difference(of_first))
     blocks: dict[str, Block] = {}
 
+    def owned() -> set[str]:
+        return {name for name, shard in shards.items() if shard.owner and name in blocks}
+
     def offer() -> list[Any]:
         if check is not None:
             check()
         blocks.update(held(tensors, shards))
-        mine = _owned(blocks, shards) | set(unsharded if peers.rank == 0 else extra)
+        mine = owned() | set(unsharded if peers.rank == 0 else extra)
         return [dcp.bytes_needed({name: blocks[name] for name in mine}), extra]
 
     offers = everywhere(peers, offer)
     earlier = {name for _, names in offers[: peers.rank] for name in names}.union(of_first if peers.rank else ())
-    names = _owned(blocks, shards) | set(unsharded).difference(earlier)
+    names = owned() | set(unsharded).difference(earlier)
     mine = {name: block for name, block in blocks.items() if name in names}
-    return Agreed(blocks, mine, sum(needed_bytes for needed_bytes, _ in offers))
-
-
-def _owned(blocks: Mapping[str, Block], shards: Mapping[str, Shard]) -> set[str]:
-    return {name for name, shard in shards.items() if shard.owner and name in blocks}
-
-
-def _has_first(shard: Shard) -> bool:
-    return not any(shard.offsets) and (shard.numel > 0 or 0 in shard.shape)
+    return AgreedBlocks(blocks, mine, sum(needed_bytes for needed_bytes, _ in offers))
 
 
 Roles = Callable[[str], Role] | Mapping[str, Role]
@@ -118,9 +106,7 @@ def make_plans(
 
     Args:
         tensors: by logical name, as far as this rank has them; on any device, of any strides.
-        shards: as in `agree`.
         roles: what each tensor is to training; those that a mapping does not name are ``other``.
-        peers: the ranks.
         config: the resolved config of the run, as plain JSON values; rank 0's is kept.
         layout: such as ``pp2·dp2·tp2``.
 
@@ -129,10 +115,10 @@ def make_plans(
         RuntimeError: the blocks of all ranks do not cover each tensor exactly once.
         UserError: one of these on another rank.
     """
-    return plans_of(agree(tensors, shards or {}, peers), roles, peers=peers, config=config, layout=layout)
+    return plans_of(agree_on_blocks(tensors, shards or {}, peers), roles, peers=peers, config=config, layout=layout)
 
 
-def plans_of(agreed: Agreed, roles: Roles, *, peers: Peers, config: Mapping[str, Any], layout: str) -> Plans:
+def plans_of(agreed: AgreedBlocks, roles: Roles, *, peers: Peers, config: Mapping[str, Any], layout: str) -> Plans:
     """The plans that follow from who writes what; called by all ranks together.
 
     Args, raises: as `make_plans`.
@@ -141,16 +127,40 @@ def plans_of(agreed: Agreed, roles: Roles, *, peers: Peers, config: Mapping[str,
 
     def offer() -> list[str]:
         made.append(_shard_plan(agreed.mine, roles, peers))
-        written = Written(_file(made[0]), _table(made[0], agreed.mine), agreed.left)
-        return [made[0].sha256, to_text(written)]
+        plan = made[0]
+        # The file's name and size; what it will hold is not known yet.
+        is_written = plan.pieces or plan.rank == 0
+        file = FileEntry(name=plan.file, size_bytes=plan.file_bytes, sha256="") if is_written else None
+        table: dict[str, tuple[str, list[int], Chunk | None]] = {}
+        for name, block in agreed.mine.items():
+            if 0 in block.shard.shape:
+                table[name] = (dcp.dtype_name(block.tensor), list(block.shard.shape), None)
+        for piece, offset in zip(plan.pieces, plan.offsets, strict=True):
+            box = {"offsets": list(piece.offsets), "sizes": list(piece.sizes)}
+            chunk = Chunk(**box, file=plan.file, offset=offset, length=piece.archive_bytes)
+            table[piece.name] = (piece.dtype, list(piece.shape), chunk)
+        # Tensors whose first element is held here and which another rank has to write.
+        others = {name: block.shard for name, block in agreed.blocks.items() if name not in agreed.mine}
+        left = sorted(n for n, s in others.items() if not any(s.offsets) and (s.numel > 0 or 0 in s.shape))
+        return [plan.sha256, to_text(Written(file, table, left))]
 
     offers = collected(peers, offer) or []
     jobs: list[JobPlan] = []
 
     def put_together() -> list[Any]:
-        name = set_id([sha256 for sha256, _ in offers])
-        jobs.append(_job_plan(name, [from_text(text) for _, text in offers], config, layout))
-        return [name, len(jobs[0].shards)]
+        name, parts = set_id([sha256 for sha256, _ in offers]), [from_text(text) for _, text in offers]
+        tensors = merge(parts)
+        job = JobPlan(
+            set_id=name,
+            shards=tuple(rank for rank, part in enumerate(parts) if part.file is not None),
+            tensors={key: entry.model_dump() for key, entry in tensors.items()},
+            index=dcp.index_bytes(tensors),
+            config=dict(config),
+            layout=layout,
+            torch_version=str(torch.__version__),
+        )
+        jobs.append(job)
+        return [name, len(job.shards)]
 
     name, count = at_first(peers, put_together)
     return Plans(made[0], jobs[0] if jobs else None, name, count)
@@ -185,7 +195,12 @@ def from_text(text: str) -> Written:
     """The reverse of `to_text`."""
     file, tensors, left = unpack(text)
     entry = None if file is None else FileEntry(**dict(zip(FileEntry.model_fields, file, strict=True)))
-    table = {n: (dtype, shape, c and _chunk(entry, *c)) for n, (dtype, shape, c) in tensors.items()}
+
+    def chunk(offsets: list[int], sizes: list[int], offset: int, length: int) -> Chunk:
+        assert entry is not None, "a chunk without a file"
+        return Chunk(offsets=offsets, sizes=sizes, file=entry.name, offset=offset, length=length)
+
+    table = {n: (dtype, shape, c and chunk(*c)) for n, (dtype, shape, c) in tensors.items()}
     return Written(entry, table, left)
 
 
@@ -205,81 +220,38 @@ def merge(parts: Collection[Written]) -> dict[str, TensorEntry]:
     lost = sorted({name for part in parts for name in part.left} - found.keys())
     if lost:
         raise RuntimeError(f"{', '.join(lost[:8])}: held, but written by no rank; none of the shards has an owner")
-    return {name: _entry(name, *found[name]) for name in sorted(found)}
+    entries = {}
+    for name in sorted(found):
+        dtype, shape, chunks = found[name]
+        fault = cover_fault(shape, chunks)
+        if fault is not None:
+            files = ", ".join(sorted({chunk.file for chunk in chunks})[:8])
+            raise RuntimeError(f"{name}, of shape {shape}, cannot be saved: {fault} (in {files}); its shards are wrong")
+        entries[name] = TensorEntry(dtype=dtype, shape=shape, chunks=chunks)
+    return entries
 
 
 def _shard_plan(mine: Mapping[str, Block], roles: Roles, peers: Peers) -> ShardPlan:
-    ends = _Ends()
+    # The bytes of a ``torch.save`` archive before and after the elements, by dtype and sizes.
+    known: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = {}
     pieces, end = [], 0
     for name, block in mine.items():
-        if block.shard.numel:
-            pieces.append(_piece(name, block, _role(roles, name), aligned(end), ends))
-            end = pieces[-1].start_bytes + pieces[-1].length_bytes
+        shard, dtype = block.shard, block.tensor.dtype
+        if not shard.numel:
+            continue
+        key = (dtype, shard.sizes)
+        if key not in known:
+            known[key] = _ends(dtype, shard.sizes)
+        role = roles.get(name, "other") if isinstance(roles, Mapping) else roles(name)
+        described = (name, dcp.dtype_name(block.tensor), shard.shape, shard.offsets, shard.sizes, role)
+        start, length_bytes = aligned(end), shard.numel * dtype.itemsize
+        pieces.append(Piece(*described, start, length_bytes, *known[key]))
+        end = start + length_bytes
     return ShardPlan(peers.rank, peers.size, tuple(pieces))
 
 
-def _piece(name: str, block: Block, role: Role, start_bytes: int, ends: _Ends) -> Piece:
-    shard, dtype = block.shard, block.tensor.dtype
-    length_bytes = shard.numel * dtype.itemsize
-    head, tail = ends.of(dtype, shard.sizes)
-    described = (name, dcp.dtype_name(block.tensor), shard.shape, shard.offsets, shard.sizes, role)
-    return Piece(*described, start_bytes, length_bytes, head, tail)
-
-
-def _role(roles: Roles, name: str) -> Role:
-    return roles.get(name, "other") if isinstance(roles, Mapping) else roles(name)
-
-
-def _file(plan: ShardPlan) -> FileEntry | None:
-    """Its name and size; what it will hold is not known yet."""
-    if not plan.pieces and plan.rank != 0:
-        return None
-    return FileEntry(name=plan.file, size_bytes=plan.file_bytes, sha256="")
-
-
-def _table(plan: ShardPlan, mine: Mapping[str, Block]) -> dict[str, tuple[str, list[int], Chunk | None]]:
-    empty = {
-        name: (dcp.dtype_name(block.tensor), list(block.shard.shape), None)
-        for name, block in mine.items()
-        if 0 in block.shard.shape
-    }
-    return empty | {piece.name: (piece.dtype, list(piece.shape), chunk) for piece, chunk in _chunks(plan)}
-
-
-def _chunks(plan: ShardPlan) -> Iterator[tuple[Piece, Chunk]]:
-    for piece, offset in zip(plan.pieces, plan.offsets, strict=True):
-        box = {"offsets": list(piece.offsets), "sizes": list(piece.sizes)}
-        yield piece, Chunk(**box, file=plan.file, offset=offset, length=piece.archive_bytes)
-
-
-def _job_plan(name: str, parts: list[Written], config: Mapping[str, Any], layout: str) -> JobPlan:
-    tensors = merge(parts)
-    return JobPlan(
-        set_id=name,
-        shards=tuple(rank for rank, part in enumerate(parts) if part.file is not None),
-        tensors={key: entry.model_dump() for key, entry in tensors.items()},
-        index=dcp.index_bytes(tensors),
-        config=dict(config),
-        layout=layout,
-        torch_version=str(torch.__version__),
-    )
-
-
-@dataclass
-class _Ends:
-    """The bytes of a ``torch.save`` archive before and after the elements, the CRC-32 of these zero."""
-
-    _known: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = field(default_factory=dict)
-
-    def of(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
-        """Of a tensor that has at least one element."""
-        key = (dtype, sizes)
-        if key not in self._known:
-            self._known[key] = _ends(dtype, sizes)
-        return self._known[key]
-
-
 def _ends(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What an archive of at least one element has before and after the elements, the CRC-32 of these zero."""
     # Memory that calloc gives is only read here, so all of its pages are the one page of zeros that the kernel shares;
     # torch's archive writer hands it over without a copy. (torch.serialization.skip_data needs a file on a disk.)
     zeros = np.zeros(dtype.itemsize * int(np.prod(sizes, dtype=np.int64)), dtype=np.uint8)
@@ -306,16 +278,3 @@ class _Split:
 
     def flush(self) -> None:
         """Nothing waits."""
-
-
-def _entry(name: str, dtype: str, shape: list[int], chunks: list[Chunk]) -> TensorEntry:
-    fault = cover_fault(shape, chunks)
-    if fault is not None:
-        files = ", ".join(sorted({chunk.file for chunk in chunks})[:8])
-        raise RuntimeError(f"{name}, of shape {shape}, cannot be saved: {fault} (in {files}); its shards are wrong")
-    return TensorEntry(dtype=dtype, shape=shape, chunks=chunks)
-
-
-def _chunk(file: FileEntry | None, offsets: list[int], sizes: list[int], offset: int, length: int) -> Chunk:
-    assert file is not None, "a chunk without a file"
-    return Chunk(offsets=offsets, sizes=sizes, file=file.name, offset=offset, length=length)

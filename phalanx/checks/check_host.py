@@ -1,13 +1,8 @@
-"""The host as checks see it, passed in so that a check can be tried on recorded files; and what checks remember of it.
+"""A check, its result, and the host as checks see it: passed in, so that a check can be tried on recorded files.
 
-What a check remembers of this host from one time to the next: a small file each.
-
-A file takes the place of the one before at once. It is not forced to the disk: after a power failure the memory is lost
-and is learnt again, and a check that only reads must not wait for a disk.
-
-The host as checks see it: where the kernel's files lie, how commands are run, whose clock counts.
-
-All of it is passed in, so that a check can be tried on the recorded files of another machine.
+Also what a check remembers of this host from one time to the next: a small file each, which takes the place of the one
+before at once. It is not forced to the disk: after a power failure it is learnt again, and a check that only reads must
+not wait for a disk.
 """
 
 from __future__ import annotations
@@ -20,13 +15,90 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.checks.kernel_lines import KernelLine, read_kernel_lines
 from phalanx.checks.nvml import Gpus
+
+CheckVerdict = Literal["pass", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check, one verdict; the fields are those of `phalanx.run.messages.CheckOutcome`.
+
+    Attributes:
+        outcome: ``fail`` says that the host is not fit; ``skip`` that there was nothing to test, or no way to.
+        reason: in one line; also of a pass, where there is something to say.
+        value, unit: what was measured; None: nothing that is one number.
+        threshold: what the value was held against; None: no threshold is known, and the value is shown only.
+        threshold_source: where the threshold comes from.
+        action: what a person, or the driver, had better do about a failure.
+        bad_peers: address of a peer -> what is bad between it and this host; either end may be at fault.
+        peer_rates: address of a peer -> bytes per second to and from it, of the slower direction.
+    """
+
+    name: str
+    outcome: CheckVerdict
+    reason: str = ""
+    value: float | None = None
+    unit: str = ""
+    threshold: float | None = None
+    threshold_source: str = ""
+    action: str = ""
+    bad_peers: dict[str, str] = field(default_factory=dict)
+    peer_rates: dict[str, float] = field(default_factory=dict)
+
+    def explained(self, *parts: str) -> CheckResult:
+        """The same with another reason: those of `parts` that are not empty."""
+        return replace(self, reason="; ".join(filter(None, parts)))
+
+
+def passed(name: str, reason: str = "", *, value: float | None = None, unit: str = "") -> CheckResult:
+    """All is well as far as this check can tell."""
+    return CheckResult(name, "pass", reason, value, unit)
+
+
+def failed(name: str, reason: str, action: str, *, value: float | None = None, unit: str = "") -> CheckResult:
+    """The host is not fit, whatever was measured."""
+    return CheckResult(name, "fail", reason, value, unit, action=action)
+
+
+def skipped(name: str, reason: str) -> CheckResult:
+    """Nothing here to test, or no way to test it."""
+    return CheckResult(name, "skip", reason)
+
+
+Level = Literal["passive", "quick", "full"]
+LEVELS: tuple[Level, ...] = ("passive", "quick", "full")
+
+Resource = Literal["cpu", "memory", "disk", "gpu"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One self-test of a host.
+
+    Attributes:
+        name: as it is shown and given to ``--only``.
+        summary: what it tests, in one line.
+        level: the smallest set that it belongs to; each set contains the smaller ones.
+        run: the test; a module-level function, so that another process can find it.
+        limit_s: after so many seconds without an answer it has failed.
+        isolated: run it in a process of its own: it may hang in the kernel, crash, or load large libraries.
+        uses: what it keeps busy; two checks that share one never run at the same time.
+    """
+
+    name: str
+    summary: str
+    level: Level
+    run: Callable[[Host], CheckResult]
+    limit_s: float = 5.0
+    isolated: bool = False
+    uses: frozenset[Resource] = frozenset()
 
 
 def recall(cache: Path, name: str) -> dict[str, Any]:
@@ -78,7 +150,7 @@ class Host:
         proc, sys, dev: roots of the kernel's file systems.
         environment: variables that a job on this host would have.
         cache: folder for what checks remember of this host from one time to the next.
-        folder: where checkpoints go, a path or a URL; empty: not told.
+        folder: where checkpoints go, a path or a URL; empty: not known.
         makes_folder: it is made where it is not there yet.
         peers: ``address:port`` of hosts that serve the network test (`phalanx.checks.peer_bandwidth.serve_peer`).
         peer_key: file with the key that peers ask for; None: they ask for none.
@@ -110,39 +182,26 @@ class Host:
 
     def settings(self) -> dict[str, Any]:
         """What another process needs to look at the same host, as JSON can hold it; not what tests pass in."""
-        return {
-            "proc": str(self.proc),
-            "sys": str(self.sys),
-            "dev": str(self.dev),
-            "environment": dict(self.environment),
-            "cache": str(self.cache),
-            "folder": self.folder,
-            "makes_folder": self.makes_folder,
-            "peers": list(self.peers),
-            "peer_key": str(self.peer_key) if self.peer_key else None,
-            "is_suspect": self.is_suspect,
-            "expected": dict(self.expected),
-            "own_pids": sorted(self.own_pids),
-        }
+        return {name: _plain(getattr(self, name)) for name in _SETTINGS}
+
+
+_SETTINGS = (
+    *("proc", "sys", "dev", "environment", "cache", "folder", "makes_folder", "peers", "peer_key", "is_suspect"),
+    *("expected", "own_pids"),
+)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return dict(value) if isinstance(value, Mapping) else sorted(value) if isinstance(value, frozenset) else value
 
 
 def host_from_settings(settings: Mapping[str, Any]) -> Host:
-    """The host that `Host.settings` told of, with the clock, the commands and the devices of this process."""
-    return Host(
-        proc=Path(settings["proc"]),
-        sys=Path(settings["sys"]),
-        dev=Path(settings["dev"]),
-        environment=settings["environment"],
-        cache=Path(settings["cache"]),
-        folder=settings["folder"],
-        makes_folder=settings["makes_folder"],
-        peers=tuple(settings["peers"]),
-        peer_key=Path(settings["peer_key"]) if settings["peer_key"] else None,
-        is_suspect=settings["is_suspect"],
-        expected=settings["expected"],
-        own_pids=frozenset(settings["own_pids"]),
-        read_kernel_lines=partial(read_kernel_lines, Path(settings["dev"])),
-    )
+    """The host of `Host.settings`, with the clock, the commands and the devices of this process."""
+    paths = {name: Path(settings[name]) for name in ("proc", "sys", "dev", "cache", "peer_key") if settings[name]}
+    own = {"peers": tuple(settings["peers"]), "own_pids": frozenset(settings["own_pids"])}
+    return Host(**{**settings, **paths, **own, "read_kernel_lines": partial(read_kernel_lines, paths["dev"])})
 
 
 def this_host(environment: Mapping[str, str], **given: Any) -> Host:

@@ -29,7 +29,7 @@ class CollectiveError(Exception):
 
 
 @dataclass(frozen=True)
-class Task:
+class CollectiveTask:
     """What one rank is to do.
 
     Attributes:
@@ -49,8 +49,8 @@ class Task:
     budget_s: float = 0.5
 
 
-def start_rank(task: Task, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one rank; `read_rank` tells what it found."""
+def start_rank(task: CollectiveTask, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start one rank; `read_rank` returns what it found."""
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
@@ -86,7 +86,7 @@ def run_here(kind: Kind, size: int, *, num_bytes: int, limit_s: float, on_gpus: 
         meet = f"file://{Path(folder) / 'store'}"
         ranks = []
         for rank in range(size):
-            task = Task(kind, rank, size, meet, num_bytes, limit_s, os.getpid(), rank if on_gpus else None)
+            task = CollectiveTask(kind, rank, size, meet, num_bytes, limit_s, os.getpid(), rank if on_gpus else None)
             ranks.append(start_rank(task, {"GLOO_SOCKET_IFNAME": "lo"}))
             stack.callback(ranks[-1].kill)
         return min(read_rank(rank, limit_s) for rank in ranks)
@@ -98,7 +98,7 @@ def bus_bytes(kind: Kind, num_bytes: int, size: int) -> float:
     return num_bytes * share * (2 if kind == "all-reduce" else 1)
 
 
-def work(task: Task) -> float:
+def work(task: CollectiveTask) -> float:
     """Take part, check the result, and return bytes per second."""
     torch: Any = importlib.import_module("torch")
     distributed: Any = importlib.import_module("torch.distributed")
@@ -116,12 +116,22 @@ def work(task: Task) -> float:
     step()
     if not check():
         raise CollectiveError("the result is wrong")
-    # Each rank times on its own, so all make the same number of steps: the budget is the first rank's.
-    times = [_timed(torch, task, step) for _ in range(_count(torch, distributed, task, step, device))]
+
+    def timed() -> float:
+        began_s = time.perf_counter()
+        step()
+        if task.device is not None:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began_s
+
+    # Each rank times on its own, so all make as many steps as rank 0 thinks to fit into the budget.
+    count = torch.tensor([max(3, min(50, round(task.budget_s / timed())))], device=device)
+    distributed.broadcast(count, 0)
+    times = [timed() for _ in range(int(count.item()))]
     return bus_bytes(task.kind, task.num_bytes, task.size) / min(times)
 
 
-def _steps(torch: Any, distributed: Any, task: Task, device: Any) -> tuple[Any, Any]:
+def _steps(torch: Any, distributed: Any, task: CollectiveTask, device: Any) -> tuple[Any, Any]:
     count = task.num_bytes // 4 // task.size * task.size
     part = count // task.size
     sent = torch.full((count,), float(task.rank), device=device)
@@ -138,25 +148,9 @@ def _steps(torch: Any, distributed: Any, task: Task, device: Any) -> tuple[Any, 
     return reduce, lambda: bool((got == total).all())
 
 
-def _count(torch: Any, distributed: Any, task: Task, step: Any, device: Any) -> int:
-    """As many as rank 0 thinks to fit into the budget, on all ranks."""
-    seconds = _timed(torch, task, step)
-    chosen = torch.tensor([max(3, min(50, round(task.budget_s / seconds)))], device=device)
-    distributed.broadcast(chosen, 0)
-    return int(chosen.item())
-
-
-def _timed(torch: Any, task: Task, step: Any) -> float:
-    began_s = time.perf_counter()
-    step()
-    if task.device is not None:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began_s
-
-
 def main() -> None:
-    """Do one task, told on stdin."""
-    task = Task(**json.load(sys.stdin))
+    """Do one task, which comes on stdin."""
+    task = CollectiveTask(**json.load(sys.stdin))
     die_with_parent(task.parent)
     print(json.dumps({"bytes_per_s": work(task)}), flush=True)
     os._exit(0)  # what hangs at the end of a process group is not what is tested

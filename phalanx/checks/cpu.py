@@ -1,14 +1,8 @@
 """Cores and what they compute: as many as there are, as fast as they were, and the same bits each time.
 
-Cores: are all that the host has online, and may this process use them?.
-
-Rate of matrix products on all cores that this process may use, in fp32.
-
-Silent corruption: the same matrix product must have the same bits each time, on each core.
-
-The product is made several times on each core that this process may use, alone on it. What most of them have is taken
-for right; besides, a product of small whole numbers is compared with the exact one, in case that all cores are wrong
-alike. It finds cores that err often; one that errs once in a day it does not.
+Silent corruption: the same product is made several times on each core that this process may use, alone on it. What most
+of them have is taken for right; besides, a product of small whole numbers is compared with the exact one, in case that
+all cores are wrong alike. It finds cores that err often; one that errs once in a day it does not.
 """
 
 from __future__ import annotations
@@ -20,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import Check, CheckResult, failed, passed
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, passed
 from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import own_groups, read_number, read_text
@@ -65,13 +58,11 @@ def judge_cores(
     if quota is not None and quota < allowed:
         notes.append(f"its control group grants the time of {quota:g}")
     if given:
-        return hold(
-            _CORES_NAME, min(allowed, quota or allowed), "cores", given, "ask for more cores, or bring them online"
-        )
+        action = "ask for more cores, or bring them online"
+        return hold(_CORES_NAME, min(allowed, quota or allowed), "cores", given, action)
     threshold = Threshold(present, "cores that are present") if present and not smt_off else None
-    result = hold(
-        _CORES_NAME, online or allowed, "cores", threshold, "bring them online: /sys/devices/system/cpu/cpu*/online"
-    )
+    action = "bring them online: /sys/devices/system/cpu/cpu*/online"
+    result = hold(_CORES_NAME, online or allowed, "cores", threshold, action)
     return result.explained(result.reason, *notes)
 
 
@@ -147,7 +138,8 @@ def check_gemm_repeat(host: Host) -> CheckResult:
     os.environ.update(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", OMP_NUM_THREADS="1")
     import numpy as np
 
-    return test_cores(_allowed_cores(), np.matmul)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    return test_cores(cores, np.matmul)
 
 
 def test_cores(cores: Sequence[int], multiply: Multiply, repeats: int = _REPEATS) -> CheckResult:
@@ -156,9 +148,8 @@ def test_cores(cores: Sequence[int], multiply: Multiply, repeats: int = _REPEATS
 
     generator = np.random.default_rng(0)
     a, b = generator.standard_normal((2, _GEMM_REPEAT_SIZE, _GEMM_REPEAT_SIZE), dtype=np.float32)
-    whole = generator.integers(
-        -64, 64, (2, _GEMM_REPEAT_SIZE, _GEMM_REPEAT_SIZE)
-    )  # sums stay below 2**24: exact in fp32
+    # Sums stay below 2**24: exact in fp32.
+    whole = generator.integers(-64, 64, (2, _GEMM_REPEAT_SIZE, _GEMM_REPEAT_SIZE))
     exact = (whole[0] @ whole[1]).astype(np.float32)
     floats = whole.astype(np.float32)
     digests: dict[int, list[str]] = {}
@@ -186,10 +177,6 @@ def judge_digests(digests: Mapping[int, Sequence[str]], inexact: Sequence[int] =
         reason = f"products differ in their bits: {'; '.join(bad)}"
         return failed(_GEMM_REPEAT_NAME, reason, _GEMM_REPEAT_ACTION, value=sum(wrong.values()), unit="wrong products")
     return passed(_GEMM_REPEAT_NAME, f"{total} products on {len(digests)} cores", value=0.0, unit="wrong products")
-
-
-def _allowed_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
 
 def _pin(cores: Sequence[int]) -> None:

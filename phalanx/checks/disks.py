@@ -1,13 +1,4 @@
-"""Where checkpoints go: room, speed, and a probe that is written, read and deleted.
-
-Room on the disk of the checkpoints, and whether it may be written.
-
-`df` is asked in a process of its own, since a file system whose server is gone lets nobody go.
-
-Speed of the disk of the checkpoints: a file is written, forced to the disk, and read past the cache.
-
-Storage of the checkpoints: a probe is written, read and deleted where they go, a folder or an object store.
-"""
+"""Where checkpoints go: room, speed, and a probe that is written, read and deleted, in a folder or an object store."""
 
 from __future__ import annotations
 
@@ -19,8 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, passed, skipped
 from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import Mount, parse_mounts, read_text
@@ -35,19 +25,16 @@ def check_space(host: Host) -> CheckResult:
     """Ask for free bytes and files where the checkpoints go, else where TMPDIR says, else in the present folder."""
     if "://" in host.folder:
         return skipped(_SPACE_NAME, "checkpoints go to an object store")
-    folder = Path(
-        host.folder or host.environment.get("TMPDIR") or "."
-    ).absolute()  # not resolve(): that would touch the disk
+    # Not resolve(): that would touch the disk.
+    folder = Path(host.folder or host.environment.get("TMPDIR") or ".").absolute()
     mount = mount_of(str(folder), read_text(host.proc / "self/mountinfo") or "")
     if mount and "ro" in mount.options:
-        return failed(
-            _SPACE_NAME, f"{mount.point} is mounted read-only", "look for disk errors: dmesg; then remount it"
-        )
+        reason = f"{mount.point} is mounted read-only"
+        return failed(_SPACE_NAME, reason, "look for disk errors: dmesg; then remount it")
     bytes_text = _ask(host, folder, "-Pk")
     if bytes_text is None:
-        return failed(
-            _SPACE_NAME, f"df gave no answer about {folder} within {_LIMIT_S:g} s", "check its disk or server"
-        )
+        reason = f"df gave no answer about {folder} within {_LIMIT_S:g} s"
+        return failed(_SPACE_NAME, reason, "check its disk or server")
     free_gib = (parse_df(bytes_text) or (0, 0))[1] / 2**20
     files = parse_df(_ask(host, folder, "-Pi") or "")
     if files and files[0] and not files[1]:
@@ -56,6 +43,7 @@ def check_space(host: Host) -> CheckResult:
 
 
 def _ask(host: Host, folder: Path, option: str) -> str | None:
+    # df is asked in a process of its own: a file system whose server is gone lets nobody go.
     for parent in (folder, *folder.parents):
         answer = host.run(["df", option, str(parent)], _LIMIT_S)
         if answer is not None or os.path.lexists(parent):
@@ -102,11 +90,9 @@ def check_disk(host: Host) -> CheckResult:
             written, write_s, read_s = measure(folder)
     except OSError as error:
         return failed(_DISK_NAME, f"{folder}: {error.strerror or error}", "free space, or check the disk: dmesg, df")
-    result = judge(
-        host, _DISK_NAME, written / write_s / 1e6, "MB/s", action=_DISK_ACTION, hardware=str(folder), other=other
-    )
-    told = f"written to {folder}; read at {written / read_s / 1e6:.0f} MB/s"
-    return result.explained(result.reason, told)
+    rate = written / write_s / 1e6
+    result = judge(host, _DISK_NAME, rate, "MB/s", action=_DISK_ACTION, hardware=str(folder), other=other)
+    return result.explained(result.reason, f"written to {folder}; read at {written / read_s / 1e6:.0f} MB/s")
 
 
 def measure(folder: Path, budget_s: float = _BUDGET_S) -> tuple[int, float, float]:

@@ -1,29 +1,8 @@
 """GPUs: all there, no errors, links and clocks as they should be, products fast and of the same bits.
 
-What all checks of NVIDIA's GPUs have in common: no GPU is a reason to skip, a silent driver one to fail.
-
-GPUs: does the driver speak to all that have a device file, and to as many as before?
-
-The PCI bus shows all of the host's, also in a container that was given some of them, so it is a note only.
-
-Memory of the GPUs: as large as that of the others in this host, and free of what others left there.
-
-Errors of the GPUs' memory that ECC could not correct since the driver was loaded.
-
-Rows of GPU memory that are to be replaced by spare ones, or could not be.
-
-Clocks of the GPUs that heat, power or the board hold down. A power cap by software is normal and does not count.
-
-NVLink: are all links of all GPUs up?.
-
-Xid: faults of GPUs that NVIDIA's driver has written into the kernel's log.
-
-What each means and asks for: https://docs.nvidia.com/deploy/xid-errors/. Those that a program causes (13, 31, 43, 45)
-are no fault of the host.
-
-Copies between pinned host memory and each GPU: the PCIe link.
-
-Rate of large bf16 products on each GPU, and whether they have the same bits each time.
+A host without GPUs is a reason to skip, a silent driver one to fail. What each Xid (a fault that NVIDIA's driver has
+written into the kernel's log) means and asks for: https://docs.nvidia.com/deploy/xid-errors/. Those that a program
+causes (13, 31, 43, 45) are not the host's fault.
 """
 
 from __future__ import annotations
@@ -34,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checks.check_host import Host, recall, remember
-from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, passed, recall, remember, skipped
 from phalanx.checks.cpu import best_time
 from phalanx.checks.kernel_lines import KernelLine
 from phalanx.checks.nvml import Gpu, NoGpusError, SilentGpusError, count_files, count_on_bus
@@ -44,8 +22,7 @@ from phalanx.checks.thresholds import copy_threshold, gemm_threshold, given_thre
 from phalanx.core.units import duration
 
 
-def of_gpus(name: str, host: Host, judge: Callable[[Sequence[Gpu]], CheckResult]) -> CheckResult:
-    """The verdict on this host's GPUs."""
+def _of_gpus(name: str, host: Host, judge: Callable[[Sequence[Gpu]], CheckResult]) -> CheckResult:
     try:
         gpus = host.gpus.read()
     except NoGpusError as absent:
@@ -55,8 +32,7 @@ def of_gpus(name: str, host: Host, judge: Callable[[Sequence[Gpu]], CheckResult]
     return judge(gpus) if gpus else skipped(name, "the driver finds no GPU")
 
 
-def with_torch(name: str, host: Host, measure: Callable[[Any], CheckResult]) -> CheckResult:
-    """What `measure` finds with torch, which is given to it; skipped where that has no GPU."""
+def _with_torch(name: str, host: Host, measure: Callable[[Any], CheckResult]) -> CheckResult:
     if not (host.proc / "driver/nvidia").exists():
         return skipped(name, "no NVIDIA driver on this host")
     torch: Any = importlib.import_module("torch")  # by name: the rooms above do not know torch
@@ -68,7 +44,7 @@ _COUNT_ACTION = "take the host out; reset the GPU (nvidia-smi -r) or reboot; loo
 
 
 def check_count(host: Host) -> CheckResult:
-    """Compare the driver's answer with device files and earlier checks."""
+    """Compare how many GPUs the driver speaks to with device files and earlier checks."""
     files = count_files(host.dev)
     most = int(recall(host.cache, _COUNT_NAME).get("most", 0))
     try:
@@ -76,22 +52,17 @@ def check_count(host: Host) -> CheckResult:
     except NoGpusError as absent:
         if most == 0 and files == 0:
             return skipped(_COUNT_NAME, str(absent))
-        return failed(
-            _COUNT_NAME, f"{max(most, files)} GPUs should be here, but: {absent}", "load or install the driver"
-        )
+        reason = f"{max(most, files)} GPUs should be here, but: {absent}"
+        return failed(_COUNT_NAME, reason, "load or install the driver")
     except SilentGpusError as silent:
         return failed(_COUNT_NAME, str(silent), _COUNT_ACTION)
     remember(host.cache, _COUNT_NAME, {"most": max(most, len(gpus))})
-    result = judge_count(len(gpus), files, most, given_threshold(host, _COUNT_NAME))
+    here, before = Threshold(files, "device files of GPUs"), Threshold(most, "most that were seen here")
+    threshold = given_threshold(host, _COUNT_NAME) or max(here, before, key=lambda each: each.value)
+    result = hold(_COUNT_NAME, len(gpus), "GPUs", threshold if threshold.value else None, _COUNT_ACTION)
+    # The PCI bus shows all of the host's, also in a container that was given some of them, so that is a note only.
     on_bus = count_on_bus(host.sys)
     return result.explained(result.reason, f"{on_bus} are on the bus" if on_bus > len(gpus) else "")
-
-
-def judge_count(found: int, files: int, most: int, given: Threshold | None) -> CheckResult:
-    """The verdict on how many GPUs the driver speaks to."""
-    here, before = Threshold(files, "device files of GPUs"), Threshold(most, "most that were seen here")
-    threshold = given or max(here, before, key=lambda each: each.value)
-    return hold(_COUNT_NAME, found, "GPUs", threshold if threshold.value else None, _COUNT_ACTION)
 
 
 COUNT = Check(_COUNT_NAME, "the driver speaks to every GPU that should be here", "passive", check_count, limit_s=15.0)
@@ -99,11 +70,6 @@ COUNT = Check(_COUNT_NAME, "the driver speaks to every GPU that should be here",
 
 _MEMORY_NAME = "gpu-memory"
 _SHARE = 0.98
-
-
-def check_memory(host: Host) -> CheckResult:
-    """Compare the GPUs with each other."""
-    return of_gpus(_MEMORY_NAME, host, judge_memory)
 
 
 def judge_memory(gpus: Sequence[Gpu]) -> CheckResult:
@@ -123,16 +89,14 @@ def judge_memory(gpus: Sequence[Gpu]) -> CheckResult:
     return result.explained(reason, f"in use: {', '.join(used)}" if used else "")
 
 
-MEMORY = Check(_MEMORY_NAME, "GPUs of one host have the same memory", "passive", check_memory, limit_s=15.0)
+def _check_memory(host: Host) -> CheckResult:
+    return _of_gpus(_MEMORY_NAME, host, judge_memory)
+
+
+MEMORY = Check(_MEMORY_NAME, "GPUs of one host have the same memory", "passive", _check_memory, limit_s=15.0)
 
 
 _ECC_NAME = "gpu-ecc"
-_LIMIT = Threshold(0.0, "no error that ECC cannot correct is tolerable")
-
-
-def check_ecc(host: Host) -> CheckResult:
-    """Read the counters."""
-    return of_gpus(_ECC_NAME, host, judge_ecc)
 
 
 def judge_ecc(gpus: Sequence[Gpu]) -> CheckResult:
@@ -143,20 +107,19 @@ def judge_ecc(gpus: Sequence[Gpu]) -> CheckResult:
     bad = [gpu for gpu in counted if gpu.ecc_uncorrected]
     total = float(sum(gpu.ecc_uncorrected or 0 for gpu in bad))
     reason = ", ".join(f"GPU {gpu.index}: {gpu.ecc_uncorrected}" for gpu in bad)
-    common = (total, "uncorrected", _LIMIT.value, _LIMIT.source)
+    common = (total, "uncorrected", 0.0, "no error that ECC cannot correct is tolerable")
     action = "reset the GPU (nvidia-smi -r); if it comes back, replace it"
     return CheckResult(_ECC_NAME, "fail" if bad else "pass", reason, *common, action if bad else "")
 
 
-ECC = Check(_ECC_NAME, "no GPU memory error that ECC could not correct", "passive", check_ecc, limit_s=15.0)
+def _check_ecc(host: Host) -> CheckResult:
+    return _of_gpus(_ECC_NAME, host, judge_ecc)
+
+
+ECC = Check(_ECC_NAME, "no GPU memory error that ECC could not correct", "passive", _check_ecc, limit_s=15.0)
 
 
 _ROWS_NAME = "gpu-rows"
-
-
-def check_rows(host: Host) -> CheckResult:
-    """Read the state of remapping."""
-    return of_gpus(_ROWS_NAME, host, judge_rows)
 
 
 def judge_rows(gpus: Sequence[Gpu]) -> CheckResult:
@@ -170,44 +133,37 @@ def judge_rows(gpus: Sequence[Gpu]) -> CheckResult:
     return passed(_ROWS_NAME)
 
 
+def _check_rows(host: Host) -> CheckResult:
+    return _of_gpus(_ROWS_NAME, host, judge_rows)
+
+
 ROWS = Check(
-    _ROWS_NAME, "no row of GPU memory waits for, or has failed, its remapping", "passive", check_rows, limit_s=15.0
+    _ROWS_NAME, "no row of GPU memory waits for, or has failed, its remapping", "passive", _check_rows, limit_s=15.0
 )
 
 
 _THROTTLE_NAME = "gpu-throttle"
 
 
-def check_throttle(host: Host) -> CheckResult:
-    """Read why clocks are low, at this moment."""
-    return of_gpus(_THROTTLE_NAME, host, judge_throttle)
-
-
 def judge_throttle(gpus: Sequence[Gpu]) -> CheckResult:
-    """The verdict on all GPUs; the value is the hottest one's temperature."""
+    """The verdict on all GPUs; the value is the hottest one's temperature. A power cap by software is normal."""
     known = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
     hottest = max(known) if known else None
     slow = [f"GPU {gpu.index}: {', '.join(gpu.throttled)}" for gpu in gpus if gpu.throttled]
     if slow:
-        return failed(
-            _THROTTLE_NAME,
-            "; ".join(slow),
-            "check fans, inlet temperature and power supplies",
-            value=hottest,
-            unit="°C",
-        )
+        action = "check fans, inlet temperature and power supplies"
+        return failed(_THROTTLE_NAME, "; ".join(slow), action, value=hottest, unit="°C")
     return passed(_THROTTLE_NAME, value=hottest, unit="°C")
 
 
-THROTTLE = Check(_THROTTLE_NAME, "no GPU is slowed down by heat or power", "passive", check_throttle, limit_s=15.0)
+def _check_throttle(host: Host) -> CheckResult:
+    return _of_gpus(_THROTTLE_NAME, host, judge_throttle)
+
+
+THROTTLE = Check(_THROTTLE_NAME, "no GPU is slowed down by heat or power", "passive", _check_throttle, limit_s=15.0)
 
 
 _NVLINK_NAME = "gpu-nvlink"
-
-
-def check_nvlink(host: Host) -> CheckResult:
-    """Read the state of the links."""
-    return of_gpus(_NVLINK_NAME, host, judge_nvlink)
 
 
 def judge_nvlink(gpus: Sequence[Gpu]) -> CheckResult:
@@ -219,14 +175,18 @@ def judge_nvlink(gpus: Sequence[Gpu]) -> CheckResult:
     if not most:
         return skipped(_NVLINK_NAME, "no NVLink is in use here")
     worst = min(gpus, key=lambda gpu: gpu.links_up)
-    threshold = Threshold(most, f"the most of any of this host's {len(gpus)} GPUs")
     bad = [f"GPU {gpu.index}: {gpu.links_up} of {most}" for gpu in gpus if gpu.links_up < most]
     action = "check fabric manager (systemctl status nvidia-fabricmanager) and Xid 74 in dmesg; reset the GPU"
-    common = (float(worst.links_up), "links up", threshold.value, threshold.source)
+    source = f"the most of any of this host's {len(gpus)} GPUs"
+    common = (float(worst.links_up), "links up", most, source)
     return CheckResult(_NVLINK_NAME, "fail" if bad else "pass", "; ".join(bad), *common, action if bad else "")
 
 
-NVLINK = Check(_NVLINK_NAME, "every GPU has as many NVLinks up as the others", "passive", check_nvlink, limit_s=15.0)
+def _check_nvlink(host: Host) -> CheckResult:
+    return _of_gpus(_NVLINK_NAME, host, judge_nvlink)
+
+
+NVLINK = Check(_NVLINK_NAME, "every GPU has as many NVLinks up as the others", "passive", _check_nvlink, limit_s=15.0)
 
 
 _XID_NAME = "gpu-xid"
@@ -294,11 +254,11 @@ def judge_xids(found: Iterable[Xid]) -> CheckResult:
         others = sorted({xid.number for xid in found})
         note = f"seen, but caused by programs or long past: {', '.join(map(str, others))}" if others else ""
         return passed(_XID_NAME, note, value=0.0, unit="faults")
-    told = "; ".join(f"GPU {device}: Xid {number}, {FAULTS[number][0]}" for device, number in bad)
+    reason = "; ".join(f"GPU {device}: Xid {number}, {FAULTS[number][0]}" for device, number in bad)
     actions = list(dict.fromkeys(FAULTS[number][1] for _, number in bad))
     last = min((xid.age_s for xid in recent if xid.number in FAULTS and xid.age_s is not None), default=None)
     when = "" if last is None else f"; the last one {duration(max(0.0, last))} ago"
-    return failed(_XID_NAME, told + when, "; ".join(actions), value=float(len(bad)), unit="faults")
+    return failed(_XID_NAME, reason + when, "; ".join(actions), value=float(len(bad)), unit="faults")
 
 
 XID = Check(_XID_NAME, "no fault of a GPU in the kernel's log of the last day", "passive", check_xid)
@@ -307,21 +267,21 @@ XID = Check(_XID_NAME, "no fault of a GPU in the kernel's log of the last day", 
 _COPY_NAME = "gpu-copy"
 _BYTES = 256 << 20
 _BUDGET_S = 0.3
-_COPY_ACTION = "compare the GPU's PCIe link with the others (lspci -vv, LnkSta): speed and width; reseat it"
 
 
 def check_copy(host: Host) -> CheckResult:
-    """Copy to and from each GPU in turn; the slowest one to copy to is judged."""
-    return with_torch(_COPY_NAME, host, lambda torch: _copy_measure(torch, host))
+    """Copy to and from each GPU in turn, over its PCIe link; the slowest one to copy to is judged."""
 
+    def measure(torch: Any) -> CheckResult:
+        rates = {index: _copy(torch, index) for index in range(torch.cuda.device_count())}
+        slowest = min(rates, key=lambda index: rates[index][0])
+        there, back = rates[slowest]
+        name = torch.cuda.get_device_name(slowest)
+        action = "compare the GPU's PCIe link with the others (lspci -vv, LnkSta): speed and width; reseat it"
+        result = judge(host, _COPY_NAME, there, "GB/s", known=copy_threshold(name), action=action, hardware=name)
+        return result.explained(result.reason, f"GPU {slowest}", f"back at {back:.1f} GB/s")
 
-def _copy_measure(torch: Any, host: Host) -> CheckResult:
-    rates = {index: _copy(torch, index) for index in range(torch.cuda.device_count())}
-    slowest = min(rates, key=lambda index: rates[index][0])
-    there, back = rates[slowest]
-    name = torch.cuda.get_device_name(slowest)
-    result = judge(host, _COPY_NAME, there, "GB/s", known=copy_threshold(name), action=_COPY_ACTION, hardware=name)
-    return result.explained(result.reason, f"GPU {slowest}", f"back at {back:.1f} GB/s")
+    return _with_torch(_COPY_NAME, host, measure)
 
 
 def _copy(torch: Any, index: int) -> tuple[float, float]:
@@ -354,37 +314,29 @@ COPY = Check(
 _PRODUCTS_NAME = "gpu-gemm"
 _SIZE = 8192  # 1100 GFLOP in one product, as the published figures
 _REPEATS = 20
-_PRODUCTS_ACTION = "compare clocks and heat with the other GPUs (nvidia-smi -q -d CLOCK,PERFORMANCE); replace the GPU"
 
 
 def check_products(host: Host) -> CheckResult:
     """Multiply on each GPU in turn; the slowest one is judged."""
-    return with_torch(_PRODUCTS_NAME, host, lambda torch: _products_measure(torch, host))
 
+    def measure(torch: Any) -> CheckResult:
+        rates, unstable = {}, []
+        for index in range(torch.cuda.device_count()):
+            seconds, same = _multiply(torch, torch.device("cuda", index))
+            rates[index] = 2 * _SIZE**3 / seconds / 1e12
+            unstable += [] if same else [index]
+        slowest = min(rates, key=lambda index: rates[index])
+        rate, unit, name = rates[slowest], "TFLOP/s", torch.cuda.get_device_name(slowest)
+        if unstable:
+            reason = f"products differ in their bits on GPU {', '.join(map(str, unstable))}"
+            action = "take the host out: a GPU computes wrongly"
+            return failed(_PRODUCTS_NAME, reason, action, value=rate, unit=unit)
+        action = "compare clocks and heat with the other GPUs (nvidia-smi -q -d CLOCK,PERFORMANCE); replace the GPU"
+        known = gemm_threshold(name)
+        result = judge(host, _PRODUCTS_NAME, rate, unit, known=known, action=action, hardware=name)
+        return result.explained(f"GPU {slowest}", result.reason)
 
-def _products_measure(torch: Any, host: Host) -> CheckResult:
-    rates, unstable = {}, []
-    for index in range(torch.cuda.device_count()):
-        seconds, same = _multiply(torch, torch.device("cuda", index))
-        rates[index] = 2 * _SIZE**3 / seconds / 1e12
-        unstable += [] if same else [index]
-    slowest = min(rates, key=lambda index: rates[index])
-    if unstable:
-        reason = f"products differ in their bits on GPU {', '.join(map(str, unstable))}"
-        return failed(
-            _PRODUCTS_NAME, reason, "take the host out: a GPU computes wrongly", value=rates[slowest], unit="TFLOP/s"
-        )
-    name = torch.cuda.get_device_name(slowest)
-    result = judge(
-        host,
-        _PRODUCTS_NAME,
-        rates[slowest],
-        "TFLOP/s",
-        known=gemm_threshold(name),
-        action=_PRODUCTS_ACTION,
-        hardware=name,
-    )
-    return result.explained(f"GPU {slowest}", result.reason)
+    return _with_torch(_PRODUCTS_NAME, host, measure)
 
 
 def _multiply(torch: Any, device: Any) -> tuple[float, bool]:

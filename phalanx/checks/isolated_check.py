@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from typing import IO
 
-from phalanx.checks.check_host import Host, host_from_settings
-from phalanx.checks.check_result import Check, CheckResult, failed
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, host_from_settings
 from phalanx.ipc.processes import die_with_parent, name_process
 
 _KILL_S = 1.0
@@ -40,29 +38,21 @@ def run_isolated(check: Check, host: Host) -> CheckResult:
     try:
         output, errors = process.communicate(json.dumps(request).encode(), timeout=check.limit_s)
     except subprocess.TimeoutExpired:
-        return _give_up(check, process)
+        _kill_group(process.pid)
+        reason = f"no answer within {check.limit_s:g} s"
+        try:
+            process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            reason += f"; process {process.pid} is stuck in the kernel"
+        return failed(check.name, reason, LOOK_AT_WHAT_HANGS)
     _kill_group(process.pid)  # what it may have left behind
-    return read_answer(check.name, output, errors, process.returncode)
-
-
-def read_answer(name: str, output: bytes, errors: bytes, status: int) -> CheckResult:
-    """What the process has written; without an answer it has crashed."""
     with contextlib.suppress(ValueError, TypeError):
-        return CheckResult(**{**json.loads(output), "name": name})
-    lines = errors.decode(errors="replace").strip().splitlines()
+        return CheckResult(**{**json.loads(output), "name": check.name})
+    # Without an answer it has crashed.
+    status, lines = process.returncode, errors.decode(errors="replace").strip().splitlines()
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     reason = f"the check {how}" + (f": {lines[-1]}" if lines else "")
-    return failed(name, reason, "report this; look at the host")
-
-
-def _give_up(check: Check, process: subprocess.Popen[bytes]) -> CheckResult:
-    _kill_group(process.pid)
-    reason = f"no answer within {check.limit_s:g} s"
-    try:
-        process.wait(_KILL_S)
-    except subprocess.TimeoutExpired:
-        reason += f"; process {process.pid} is stuck in the kernel"
-    return failed(check.name, reason, LOOK_AT_WHAT_HANGS)
+    return failed(check.name, reason, "report this; look at the host")
 
 
 def _kill_group(group: int) -> None:
@@ -72,7 +62,8 @@ def _kill_group(group: int) -> None:
 
 def main() -> None:
     """Answer one request. What the check prints goes to stderr, so that it cannot be taken for the answer."""
-    answer = _take_stdout()
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     request = json.load(sys.stdin)
     die_with_parent(request["parent"])
     name_process("phalanx check")
@@ -81,12 +72,6 @@ def main() -> None:
     answer.write(json.dumps(asdict(result)))
     answer.flush()
     os._exit(0)  # libraries that hang, or crash, at their end are not what is tested
-
-
-def _take_stdout() -> IO[str]:
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    return os.fdopen(kept, "w")
 
 
 if __name__ == "__main__":

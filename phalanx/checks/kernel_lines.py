@@ -117,7 +117,8 @@ def parse_line(content: str, *, uptime_s: float | None = None, now_s: float | No
     fields = head.split(",")
     if semicolon and len(fields) >= 3 and all(field.isdigit() for field in fields[:3]):
         priority, number, microseconds = map(int, fields[:3])
-        text = _unescaped(rest.split("\n")[0])
+        # The kernel writes what is not printable, and the backslash, as ``\x0a``.
+        text = re.sub(r"\\x([0-9a-f]{2})", lambda match: chr(int(match[1], 16)), rest.split("\n")[0])
         return _line(text, priority, number, _since(microseconds / 1e6, uptime_s))
     line = content.rstrip("\n")
     before = _PRIORITY.match(line)
@@ -147,8 +148,3 @@ def _unix_s(found: re.Match[str]) -> float | None:
             return datetime.fromisoformat(found["iso"]).timestamp()
         return datetime.strptime(found["date"], "%a %b %d %H:%M:%S %Y").timestamp()
     return None
-
-
-def _unescaped(text: str) -> str:
-    r"""The kernel writes what is not printable, and the backslash, as ``\x0a``."""
-    return re.sub(r"\\x([0-9a-f]{2})", lambda match: chr(int(match[1], 16)), text)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, passed, skipped
 from phalanx.core.host import read_text
 from phalanx.ipc.processes import parse_stat
 
@@ -23,11 +23,13 @@ _KEEPER = "phalanx keeper"
 _ADOPTERS = ("systemd",)  # takes the processes of a user whose parent has ended
 _LAUNCHERS = ("python", "torchrun", "phalanx", "accelerate", "deepspeed")  # as process 1 of a container
 _RANK_MARKS = (b"\0PHALANX_RANK=", b"\0TORCHELASTIC_RUN_ID=")
+_ENDING_S = 3.0
+_LOOK_AGAIN_S = 0.1
 _GPU_FILE = re.compile(r"/dev/(nvidia\d+|kfd)$")
 
 
 @dataclass(frozen=True)
-class Process:
+class UserProcess:
     """A process of this user.
 
     Attributes:
@@ -47,13 +49,21 @@ def run(host: Host) -> CheckResult:
     if not host.proc.is_dir():
         return skipped(_NAME, f"no {host.proc}")
     has_gpus = any((host.dev / name).exists() for name in ("nvidiactl", "kfd"))
+    first_launches = (read_text(host.proc / "1/comm") or "").startswith(_LAUNCHERS)
     processes = read_processes(host.proc, os.geteuid(), has_gpus=has_gpus)
-    first = read_text(host.proc / "1/comm") or ""
-    return judge_leftovers(processes, os.getpid(), host.own_pids, first_launches=first.startswith(_LAUNCHERS))
+    known, until_s = {process.pid for process in processes}, time.monotonic() + _ENDING_S
+    result = judge_leftovers(processes, os.getpid(), host.own_pids, first_launches=first_launches)
+    # Ranks whose launcher has just ended, of a run before or beside this one, end too: a leftover is who stays.
+    while result.outcome == "fail" and time.monotonic() < until_s:
+        time.sleep(_LOOK_AGAIN_S)
+        now = read_processes(host.proc, os.geteuid(), has_gpus=has_gpus)
+        processes = [process for process in now if process.pid in known]
+        result = judge_leftovers(processes, os.getpid(), host.own_pids, first_launches=first_launches)
+    return result
 
 
 def judge_leftovers(
-    processes: Iterable[Process], me: int, own: frozenset[int] = frozenset(), *, first_launches: bool = False
+    processes: Iterable[UserProcess], me: int, own: frozenset[int] = frozenset(), *, first_launches: bool = False
 ) -> CheckResult:
     """The verdict.
 
@@ -72,23 +82,18 @@ def judge_leftovers(
             continue
         orphan = not first_launches and _is_orphan(process, line, found)
         if orphan and (process.is_rank or process.gpus):
-            left.append(_told(process))
+            left.append(_described(process))
         elif process.gpus:
-            notes.append(_told(process))
+            notes.append(_described(process))
     if left:
-        pids = " ".join(each.split()[0] for each in left)
-        return failed(
-            _NAME,
-            f"left by an earlier run: {', '.join(left)}",
-            f"end them: kill -9 {pids}",
-            value=len(left),
-            unit="processes",
-        )
+        action = f"end them: kill -9 {' '.join(each.split()[0] for each in left)}"
+        reason = f"left by an earlier run: {', '.join(left)}"
+        return failed(_NAME, reason, action, value=len(left), unit="processes")
     note = f"other work of this user: {', '.join(notes)}" if notes else ""
     return passed(_NAME, note, value=0.0, unit="processes")
 
 
-def _is_orphan(process: Process, line: list[int], found: dict[int, Process]) -> bool:
+def _is_orphan(process: UserProcess, line: list[int], found: dict[int, UserProcess]) -> bool:
     """Whether it was adopted by process 1, and no launcher is among its ancestors.
 
     A rank is not a launcher, nor is what adopts orphans. A process of another user may be one (slurmstepd, a
@@ -100,11 +105,11 @@ def _is_orphan(process: Process, line: list[int], found: dict[int, Process]) -> 
     return known and all(each.is_rank or each.name in _ADOPTERS for each in others)
 
 
-def _told(process: Process) -> str:
+def _described(process: UserProcess) -> str:
     return f"{process.pid} ({process.name})" + (f" holds {', '.join(process.gpus)}" if process.gpus else "")
 
 
-def _ancestors(process: Process | None, found: dict[int, Process]) -> list[int]:
+def _ancestors(process: UserProcess | None, found: dict[int, UserProcess]) -> list[int]:
     """Pids of parent, grandparent … as far as they are this user's; without process 1 and what adopts orphans there."""
     line: list[int] = []
     while process is not None and process.parent > 1 and process.parent not in line:
@@ -113,7 +118,7 @@ def _ancestors(process: Process | None, found: dict[int, Process]) -> list[int]:
     return line
 
 
-def read_processes(proc: Path, user: int, *, has_gpus: bool) -> list[Process]:
+def read_processes(proc: Path, user: int, *, has_gpus: bool) -> list[UserProcess]:
     """Those of this user, but for threads of the kernel and what ends while it is looked at.
 
     Args:
@@ -123,18 +128,15 @@ def read_processes(proc: Path, user: int, *, has_gpus: bool) -> list[Process]:
     with os.scandir(proc) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and entry.stat().st_uid == user:
-                    found.append(_read(entry.path, has_gpus))
-    return [process for process in found if process is not None]
-
-
-def _read(folder: str, has_gpus: bool) -> Process | None:
-    seen = parse_stat(_bytes(f"{folder}/stat"))
-    if seen is None:
-        return None
-    environment = b"\0" + _bytes(f"{folder}/environ")
-    marked = any(mark in environment for mark in _RANK_MARKS)
-    return Process(seen.pid, seen.parent, seen.name, marked, _gpu_files(f"{folder}/fd") if has_gpus else ())
+                if not entry.name.isdigit() or entry.stat().st_uid != user:
+                    continue
+                seen = parse_stat(_bytes(f"{entry.path}/stat"))
+                if seen is not None:
+                    environment = b"\0" + _bytes(f"{entry.path}/environ")
+                    is_rank = any(mark in environment for mark in _RANK_MARKS)
+                    gpus = _gpu_files(f"{entry.path}/fd") if has_gpus else ()
+                    found.append(UserProcess(seen.pid, seen.parent, seen.name, is_rank, gpus))
+    return found
 
 
 def _bytes(path: str) -> bytes:

@@ -1,14 +1,7 @@
 """The memory of the host: its size, errors and bandwidth, what of it is on a disk, and what is shared.
 
-Size of the memory: a module that has failed makes it smaller after a boot.
-
-Errors of the memory that the kernel has counted since the boot (EDAC).
-
-Bandwidth of the memory: large copies, a thread for each core.
-
-Swap: a rank whose pages are on a disk makes all others wait.
-
-/dev/shm: loaders, gloo and NCCL pass data through it, and a full one ends them with SIGBUS.
+A module that has failed makes it smaller after a boot. A rank whose pages are swapped out makes all others wait.
+Loaders, gloo and NCCL pass data through /dev/shm, and a full one ends them with SIGBUS.
 """
 
 from __future__ import annotations
@@ -16,8 +9,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from phalanx.checks.check_host import Host, recall, remember
-from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, passed, recall, remember, skipped
 from phalanx.checks.cpu import best_time
 from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
@@ -45,16 +37,14 @@ SIZE = Check(_SIZE_NAME, "no memory module is missing", "passive", check_size)
 
 
 _ERRORS_NAME = "memory-errors"
-_LIMIT = Threshold(0.0, "no error that ECC cannot correct is tolerable")
 
 
 def check_errors(host: Host) -> CheckResult:
     """Add up the counters of all memory controllers."""
     folders = [each for each in list_folder(host.sys / "devices/system/edac/mc") if (each / "ue_count").exists()]
     if not folders:
-        return skipped(
-            _ERRORS_NAME, "the kernel counts no memory errors here (no ECC, a virtual machine, or no EDAC driver)"
-        )
+        reason = "the kernel counts no memory errors here (no ECC, a virtual machine, or no EDAC driver)"
+        return skipped(_ERRORS_NAME, reason)
     bad = {each.name: read_number(each / "ue_count") or 0 for each in folders}
     corrected = sum(read_number(each / "ce_count") or 0 for each in folders)
     total = sum(bad.values())
@@ -70,8 +60,8 @@ def check_errors(host: Host) -> CheckResult:
         f"{reason}{corrected} corrected since the boot",
         float(total),
         "uncorrected",
-        _LIMIT.value,
-        _LIMIT.source,
+        0.0,
+        "no error that ECC cannot correct is tolerable",
         "take the host out and replace the memory module" if total else "",
     )
 
@@ -110,21 +100,18 @@ BANDWIDTH = Check(
 )
 
 
-_SWAP_NAME = "swap"
-
-
 def check_swap(host: Host) -> CheckResult:
     """Say how much is swapped out; a note, no verdict."""
     memory = parse_meminfo(read_text(host.proc / "meminfo") or "")
     total, free = memory.get("SwapTotal", 0), memory.get("SwapFree", 0)
     if not total:
-        return passed(_SWAP_NAME, "none", value=0.0, unit="GiB used")
+        return passed("swap", "none", value=0.0, unit="GiB used")
     used_gib = (total - free) / 2**30
     note = f"of {total / 2**30:.1f} GiB; pages on a disk slow every rank down: swapoff -a" if used_gib else ""
-    return passed(_SWAP_NAME, note, value=used_gib, unit="GiB used")
+    return passed("swap", note, value=used_gib, unit="GiB used")
 
 
-SWAP = Check(_SWAP_NAME, "note: how much memory is on a disk", "passive", check_swap)
+SWAP = Check("swap", "note: how much memory is on a disk", "passive", check_swap)
 
 
 _SHM_NAME = "shm"

@@ -1,10 +1,7 @@
-"""The network: this host to itself, to others, and among its own ranks.
+"""The network: this host to itself (the network stack), to others, and all-to-all among its own ranks.
 
-Bandwidth and latency of this host to itself: the network stack, without a network.
-
-Bandwidth and latency to other hosts, which serve `phalanx.checks.peer_bandwidth.serve_peer` on the training network.
-
-All-to-all among the ranks of this host: NCCL over its GPUs, else gloo over some of its cores.
+Other hosts serve `phalanx.checks.peer_bandwidth.serve_peer`. The ranks are NCCL's over the GPUs, else gloo's over some
+cores.
 """
 
 from __future__ import annotations
@@ -13,8 +10,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import Check, CheckResult, failed, skipped
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, skipped
 from phalanx.checks.collective import CollectiveError, run_here
 from phalanx.checks.nvml import NoGpusError, SilentGpusError
 from phalanx.checks.pairwise_tests import Threshold, slow_hosts
@@ -147,9 +143,8 @@ def check_all_to_all(host: Host) -> CheckResult:
         with OtherWork(host.proc) as other:
             rate = run_here("all-to-all", size, num_bytes=num_bytes, limit_s=_LIMIT_S, on_gpus=bool(gpus))
     except CollectiveError as error:
-        return failed(
-            _ALL_TO_ALL_NAME, f"{what}: {error}", "look at NVLink, fabric manager and dmesg; NCCL_DEBUG=INFO tells more"
-        )
+        action = "look at NVLink, fabric manager and dmesg; NCCL_DEBUG=INFO tells more"
+        return failed(_ALL_TO_ALL_NAME, f"{what}: {error}", action)
     action = "look at NVLink and PCIe of each GPU; take the host out" if gpus else "look for other work on the host"
     result = judge(host, _ALL_TO_ALL_NAME, rate / 1e9, "GB/s", known=known, action=action, hardware=what, other=other)
     return result.explained(result.reason, what)

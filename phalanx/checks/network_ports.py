@@ -1,4 +1,4 @@
-"""Ports of network cards as the kernel tells of them: RDMA devices and network interfaces.
+"""Ports of network cards as the kernel shows them: RDMA devices and network interfaces.
 
 See Documentation/ABI/stable/sysfs-class-infiniband and Documentation/ABI/testing/sysfs-class-net of Linux.
 """
@@ -33,11 +33,10 @@ class Port:
         name: ``mlx5_0/1`` of an RDMA device, ``eth0`` of an interface.
         kind: ports of one kind are expected to run at one rate.
         is_up: data can pass.
-        address: of the hardware.
         is_off: somebody switched it off.
         stuck: the cable is fine, but the port was not brought up: in which state it is instead.
         downs: how often the link went down, as long as the kernel has counted.
-        ups: how often it came up; None: not told.
+        ups: how often it came up; None: not known.
         errors: counters.
         received_bits: as long as the kernel has counted.
     """
@@ -98,14 +97,13 @@ def rdma_ports(sys_root: Path) -> list[Port]:
 
 
 def _rdma_port(device: Path, folder: Path) -> Port:
-    state, physical, counters = _state(folder), _physical(folder), read_counters(folder)
-    link_up = physical == "LinkUp"
+    counters, state, physical = read_counters(folder), _state(folder, "state"), _state(folder, "phys_state")
     return Port(
         name=f"{device.name}/{folder.name}",
         kind=f"{read_text(folder / 'link_layer') or 'RDMA'} {read_text(device / 'hca_type') or ''}".strip(),
         is_up=is_rdma_up(folder),
         is_off=physical == "Disabled",
-        stuck=state if link_up and state != "ACTIVE" else "",
+        stuck=state if physical == "LinkUp" and state != "ACTIVE" else "",
         rate_gbps=_leading_number(read_text(folder / "rate")),
         downs=counters.downs,
         errors=counters.errors,
@@ -115,15 +113,12 @@ def _rdma_port(device: Path, folder: Path) -> Port:
 
 def is_rdma_up(folder: Path) -> bool:
     """Whether data can pass a port of an RDMA device, of which this is the folder."""
-    return _state(folder) == "ACTIVE" and _physical(folder) == "LinkUp"
+    return _state(folder, "state") == "ACTIVE" and _state(folder, "phys_state") == "LinkUp"
 
 
-def _state(folder: Path) -> str:
-    return _after_number(read_text(folder / "state"))
-
-
-def _physical(folder: Path) -> str:
-    return _after_number(read_text(folder / "phys_state"))
+def _state(folder: Path, name: str) -> str:
+    """``4: ACTIVE`` -> ``ACTIVE``."""
+    return (read_text(folder / name) or "").partition(":")[2].strip()
 
 
 def read_counters(folder: Path) -> Counters:
@@ -148,12 +143,13 @@ def net_ports(sys_root: Path, named: frozenset[str] = frozenset()) -> list[Port]
 def _net_port(folder: Path) -> Port:
     speed = _leading_number(read_text(folder / "speed"))
     received = read_number(folder / "statistics/rx_bytes")
+    flags = re.fullmatch(r"0x[0-9a-fA-F]+", read_text(folder / "flags") or "")  # such as ``0x1003``
     return Port(
         name=folder.name,
         kind=f"interface type {read_text(folder / 'type') or '?'}",
         is_up=is_interface_up(folder),
         address=read_text(folder / "address") or "",
-        is_off=_is_off(read_text(folder / "flags")),
+        is_off=flags is not None and not int(flags[0], 16) & _IFF_UP,
         rate_gbps=speed / 1000 if speed and speed > 0 else None,
         downs=read_number(folder / "carrier_down_count"),
         ups=read_number(folder / "carrier_up_count"),
@@ -169,12 +165,6 @@ def is_interface_up(folder: Path) -> bool:
     """
     state = read_text(folder / "operstate")
     return state == "up" or (state == "unknown" and read_text(folder / "carrier") != "0")
-
-
-def _is_off(flags: str | None) -> bool:
-    """Whether flags such as ``0x1003`` say that the interface was switched off; where they say nothing, it was not."""
-    match = re.fullmatch(r"0x[0-9a-fA-F]+", flags or "")
-    return match is not None and not int(match[0], 16) & _IFF_UP
 
 
 def named_interfaces(environment: Mapping[str, str]) -> frozenset[str]:
@@ -199,11 +189,6 @@ def is_named(port: Port, environment: Mapping[str, str]) -> bool:
         if same and own_number and number in ("", own_number):
             return True
     return port.name in named_interfaces(environment)
-
-
-def _after_number(text: str | None) -> str:
-    """``4: ACTIVE`` -> ``ACTIVE``."""
-    return (text or "").partition(":")[2].strip()
 
 
 def _leading_number(text: str | None) -> float | None:

@@ -1,28 +1,18 @@
 """Network cards: links, rates, flaps and errors of their ports.
 
-Links of network cards: is every port up that was up before, or that training is told to use?
-
 A port that was never seen up, such as the second one of a card without a cable, is not judged: nobody knows whether it
-should be up.
-
-Rates that network cards have agreed on with their switches: as high as those of their like, and as before?.
-
-Flaps: how often links went down lately. A verdict stays for a window and then goes by itself.
-
-The kernel counts downs since the boot but not when they were, so each check keeps the count and the time.
-
-Error counters of ports, as errors per received bit between this check and the one before.
+should be up. The kernel counts downs and errors since the boot but not when they were, so each check keeps the counts
+and the time; a verdict on flaps stays for a window and then goes by itself.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checks.check_host import Host, recall, remember
-from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, passed, recall, remember, skipped
 from phalanx.checks.network_ports import Port, is_named, read_ports
 from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import given_threshold, hold
@@ -45,7 +35,7 @@ def check_link(host: Host) -> CheckResult:
     result = judge_links(ports, seen_up, host.environment)
     given = given_threshold(host, _LINK_NAME)
     if result.outcome == "pass" and given and result.value is not None:
-        return replace(hold(_LINK_NAME, result.value, "ports up", given, _LINK_ACTION))
+        return hold(_LINK_NAME, result.value, "ports up", given, _LINK_ACTION)
     return result
 
 
@@ -57,7 +47,15 @@ def judge_links(ports: Iterable[Port], seen_up: Iterable[str], environment: Mapp
     for port in ports:
         if port.is_up or port.is_off:
             continue
-        why = _why_bad(port, port.identity in seen_up, is_named(port, environment))
+        why = ""
+        if port.stuck:
+            why = f"has a link but stays in state {port.stuck}"
+        elif is_named(port, environment):
+            why = "is down and named for training"
+        elif port.identity in seen_up:
+            why = "is down and was up at an earlier check"
+        elif port.ups or port.downs:
+            why = f"is down and went down {port.downs} times since the boot"
         (bad if why else unknown).append(f"{port.name} {why}".strip())
     # Interfaces may just be in another network namespace; RDMA devices are seen in all of them.
     gone = seen_up - {port.identity for port in ports}
@@ -67,18 +65,6 @@ def judge_links(ports: Iterable[Port], seen_up: Iterable[str], environment: Mapp
         return failed(_LINK_NAME, "; ".join(bad), _LINK_ACTION, value=up, unit="ports up")
     note = f"not judged, since never seen up: {', '.join(unknown)}" if unknown else ""
     return passed(_LINK_NAME, note, value=up, unit="ports up")
-
-
-def _why_bad(port: Port, was_up: bool, named: bool) -> str:
-    if port.stuck:
-        return f"has a link but stays in state {port.stuck}"
-    if named:
-        return "is down and named for training"
-    if was_up:
-        return "is down and was up at an earlier check"
-    if port.ups or port.downs:
-        return f"is down and went down {port.downs} times since the boot"
-    return ""
 
 
 LINK = Check(_LINK_NAME, "every port that training needs is up", "passive", check_link)
@@ -105,7 +91,14 @@ def judge_rates(ports: Iterable[Port], before: Mapping[str, float], given: Thres
     kinds: dict[str, list[float]] = defaultdict(list)
     for port in ports:
         kinds[port.kind].append(port.rate_gbps or 0.0)
-    held = [(port, given or _known(port, kinds[port.kind], before)) for port in ports]
+
+    def known(port: Port) -> Threshold | None:
+        alike, earlier = kinds[port.kind], before.get(port.identity, 0.0)
+        if len(alike) > 1 and max(alike) >= earlier:
+            return Threshold(max(alike), f"the fastest of this host's {len(alike)} ports of its kind")
+        return Threshold(earlier, "this port at an earlier check") if earlier else None
+
+    held = [(port, given or known(port)) for port in ports]
     port, threshold = min(held, key=lambda pair: (pair[0].rate_gbps or 0.0) / pair[1].value if pair[1] else 1.0)
     result = hold(_RATE_NAME, port.rate_gbps or 0.0, "Gb/s", threshold, _RATE_ACTION)
     if result.outcome == "fail":
@@ -113,13 +106,6 @@ def judge_rates(ports: Iterable[Port], before: Mapping[str, float], given: Thres
         more = f" (and {slow - 1} more)" if slow > 1 else ""
         return result.explained(f"{port.name}{more}: {result.reason}")
     return result
-
-
-def _known(port: Port, alike: list[float], before: Mapping[str, float]) -> Threshold | None:
-    earlier = before.get(port.identity, 0.0)
-    if len(alike) > 1 and max(alike) >= earlier:
-        return Threshold(max(alike), f"the fastest of this host's {len(alike)} ports of its kind")
-    return Threshold(earlier, "this port at an earlier check") if earlier else None
 
 
 RATE = Check(_RATE_NAME, "ports run at the rate of their like, and as before", "passive", check_rate)
@@ -157,7 +143,10 @@ def check_flaps(host: Host) -> CheckResult:
     if not ports:
         return skipped(_FLAPS_NAME, "no port counts how often it went down")
     now_s = host.unix_s()
-    seen = _from_json(recall(host.cache, _FLAPS_NAME))
+    seen = {}
+    for name, kept in recall(host.cache, _FLAPS_NAME).items():
+        downs = tuple((float(when), int(number)) for when, number in kept["downs"])
+        seen[name] = Seen(kept["boot"], int(kept["count"]), float(kept["read_s"]), downs)
     boot = boot_id(host.proc)
     fresh = {port.identity: update(seen.get(port.identity), port.downs or 0, boot, now_s) for port in ports}
     remember(host.cache, _FLAPS_NAME, {name: vars(each) for name, each in {**seen, **fresh}.items()})
@@ -194,14 +183,6 @@ def judge_flaps(ports: Iterable[Port], seen: Mapping[str, Seen], now_s: float) -
     )
     clears = duration(max(0.0, last_s + WINDOW_S - now_s))
     return CheckResult(_FLAPS_NAME, "fail", f"{flapping}; clears in {clears} without more", *common, _FLAPS_ACTION)
-
-
-def _from_json(kept: Mapping[str, Any]) -> dict[str, Seen]:
-    found = {}
-    for name, each in kept.items():
-        downs = tuple((float(when), int(number)) for when, number in each["downs"])
-        found[name] = Seen(each["boot"], int(each["count"]), float(each["read_s"]), downs)
-    return found
 
 
 FLAPS = Check(_FLAPS_NAME, "no link went down repeatedly within the last hour", "passive", check_flaps)

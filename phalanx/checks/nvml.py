@@ -1,8 +1,6 @@
 """GPUs through NVML, one question at a time; what a GPU does not know is None.
 
-A driver that is in trouble may never answer (after Xid 119 nvidia-smi hangs too): who asks has to allow for that.
-
-NVIDIA's GPUs as their driver tells of them, asked in a process of its own: a sick driver hangs.
+A driver that is in trouble may never answer (after Xid 119 nvidia-smi hangs too): `Gpus` asks in a process of its own.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class Device:
         return [state for state in states if state is not None]
 
     def pids(self) -> frozenset[int] | None:
-        """Processes that compute on it, as far as the driver tells."""
+        """Processes that compute on it, as far as the driver says."""
         ask = self._nvml.nvmlDeviceGetComputeRunningProcesses
         return self._asked(lambda: frozenset(int(process.pid) for process in ask(self._handle)))
 
@@ -146,7 +144,6 @@ class Gpu:
         rows_pending: a row is to be remapped at the next reset.
         rows_failed: a row could not be remapped.
         throttled: reasons that lower its clock now, of those that hint at trouble.
-        links_up, links: of NVLink.
     """
 
     index: int
@@ -163,7 +160,7 @@ class Gpu:
 
 
 class Gpus:
-    """Asks once, whoever asks first; all others get the same answer.
+    """Asks once; everybody gets the same answer.
 
     Args:
         driver: the kernel's folder of NVIDIA's driver; without it there is nothing to ask.
@@ -175,7 +172,7 @@ class Gpus:
         self._answer: tuple[Gpu, ...] | Exception | None = None
 
     def read(self) -> tuple[Gpu, ...]:
-        """All GPUs; raises `NoGpusError` where there is nobody to ask, `SilentGpusError` where no answer comes."""
+        """All GPUs; raises `NoGpusError` where nothing can be asked, `SilentGpusError` where no answer comes."""
         with self._lock:
             if self._answer is None:
                 self._answer = self._ask()
@@ -186,10 +183,22 @@ class Gpus:
     def _ask(self) -> tuple[Gpu, ...] | Exception:
         if not self._driver.exists():
             return NoGpusError("no NVIDIA driver on this host")
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         try:
-            return _ask_in_process()
+            output, _ = process.communicate(timeout=_LIMIT_S)
+            return gpus_from_json(output.decode())
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return SilentGpusError(f"the driver gave no answer within {_LIMIT_S:g} s")
         except (NoGpusError, SilentGpusError) as problem:
             return problem
+        except ValueError:
+            return SilentGpusError(f"asking the driver ended with status {process.returncode}")
 
 
 def count_on_bus(sys_root: Path) -> int:
@@ -208,21 +217,6 @@ def count_on_bus(sys_root: Path) -> int:
 def count_files(dev: Path) -> int:
     """GPUs that this host, or this container, was given a device file for."""
     return sum(each.name.removeprefix("nvidia").isdigit() for each in dev.glob("nvidia[0-9]*"))
-
-
-def _ask_in_process() -> tuple[Gpu, ...]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    try:
-        output, _ = process.communicate(timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise SilentGpusError(f"the driver gave no answer within {_LIMIT_S:g} s") from None
-    try:
-        return gpus_from_json(output.decode())
-    except ValueError:
-        raise SilentGpusError(f"asking the driver ended with status {process.returncode}") from None
 
 
 def gpus_from_json(text: str) -> tuple[Gpu, ...]:

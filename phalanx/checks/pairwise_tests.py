@@ -129,11 +129,7 @@ def _run(turns: list[list[Pair]], transport: Transport) -> dict[Pair, float | No
 
 
 def _why(host: str, bad: Mapping[Pair, str]) -> str:
-    return "; ".join(f"with {_other(pair, host)}: {why}" for pair, why in bad.items() if host in pair)
-
-
-def _other(pair: Pair, host: str) -> str:
-    return pair[1] if pair[0] == host else pair[0]
+    return "; ".join(f"with {pair[pair[0] == host]}: {why}" for pair, why in bad.items() if host in pair)
 
 
 def slow_hosts(values: Mapping[str, float], share: float = OTHERS_SHARE) -> dict[str, float]:

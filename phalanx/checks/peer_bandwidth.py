@@ -107,15 +107,11 @@ def _serve(
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             connection.sendall(handshake.write())
-            _answer_all(connection, clock_ns)
+            while True:
+                kind, number = _HEADER.unpack(_receive(connection, _HEADER.size))
+                _answer(connection, kind, number, clock_ns)
         finally:
             places.release()
-
-
-def _answer_all(connection: socket.socket, clock_ns: Clock) -> None:
-    while True:
-        kind, number = _HEADER.unpack(_receive(connection, _HEADER.size))
-        _answer(connection, kind, number, clock_ns)
 
 
 def _introduce(connection: socket.socket, key: bytes | None) -> None:
@@ -191,7 +187,10 @@ def measure_peer(
         ways = sorted(_ask_clock(connection, clock_ns) for _ in range(_PINGS))
         _time_send(connection, _WARM_BYTES)
         sending_s = _time_send(connection, transfer_bytes)
-        receiving_s = _time_receive(connection, transfer_bytes)
+        began_s = time.perf_counter()
+        connection.sendall(_HEADER.pack(b"R", transfer_bytes))
+        _drain(connection, transfer_bytes)
+        receiving_s = time.perf_counter() - began_s
     shortest_s, ahead_s = ways[0]
     return PeerMeasure(
         peer=address,
@@ -213,29 +212,22 @@ def _connected(address: str, limit_s: float, within_s: float) -> Iterator[socket
         with socket.create_connection((host.strip("[]"), int(port)), timeout=first_s) as connection:
             connection.settimeout(limit_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with _hung_up_at(until_s, connection, is_late):
+
+            def hang_up() -> None:
+                is_late.set()
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+            timer = threading.Timer(max(until_s - time.monotonic(), 0.0), hang_up)
+            timer.daemon = True
+            timer.start()
+            try:
                 yield connection
+            finally:
+                timer.cancel()
     except (OSError, PeerError) as error:
         what = f"no measure within {within_s:g} s" if is_late.is_set() else error
         raise PeerError(f"{address}: {what}") from error
-
-
-@contextmanager
-def _hung_up_at(until_s: float, connection: socket.socket, is_late: threading.Event) -> Iterator[None]:
-    """Whoever waits on the connection goes on then at the latest, and `is_late` is set."""
-
-    def hang_up() -> None:
-        is_late.set()
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(max(until_s - time.monotonic(), 0.0), hang_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _ask_clock(connection: socket.socket, clock_ns: Clock) -> tuple[float, float]:
@@ -254,13 +246,6 @@ def _time_send(connection: socket.socket, num_bytes: int) -> float:
     connection.sendall(_HEADER.pack(b"S", num_bytes))
     _send(connection, num_bytes)
     _receive(connection, _HEADER.size)
-    return time.perf_counter() - began_s
-
-
-def _time_receive(connection: socket.socket, num_bytes: int) -> float:
-    began_s = time.perf_counter()
-    connection.sendall(_HEADER.pack(b"R", num_bytes))
-    _drain(connection, num_bytes)
     return time.perf_counter() - began_s
 
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from phalanx.checks import cpu, disks, gpu, leftover_processes, memory, network, nic, system_settings
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import LEVELS, Check, CheckResult, Level, failed
-from phalanx.checks.isolated_check import run_isolated
+from phalanx.checks.check_host import LEVELS, Check, CheckResult, Host, Level, failed
+from phalanx.checks.isolated_check import LOOK_AT_WHAT_HANGS, run_isolated
 from phalanx.core.errors import UserError
 
 CHECKS: tuple[Check, ...] = (
@@ -115,8 +114,13 @@ def _run_wave(wave: list[Check], host: Host) -> Iterable[CheckResult]:
     began = time.monotonic()
     waiting = {check.name: check for check in wave}
     for check in wave:
+        work = run_isolated if check.isolated else run_guarded
         # Daemons: Python must not wait at its end for one that hangs.
-        threading.Thread(target=_put, args=(check, host, answers), name=f"check {check.name}", daemon=True).start()
+        threading.Thread(
+            target=lambda check=check, work=work: answers.put(work(check, host)),
+            name=f"check {check.name}",
+            daemon=True,
+        ).start()
     while waiting:
         deadline = began + min(_limit_s(check) for check in waiting.values())
         try:
@@ -124,7 +128,7 @@ def _run_wave(wave: list[Check], host: Host) -> Iterable[CheckResult]:
         except queue.Empty:
             for late in [check for check in waiting.values() if time.monotonic() >= began + _limit_s(check)]:
                 del waiting[late.name]
-                yield unanswered(late)
+                yield failed(late.name, f"no answer within {late.limit_s:g} s", LOOK_AT_WHAT_HANGS)
             continue
         if waiting.pop(result.name, None):
             yield result
@@ -134,22 +138,10 @@ def _limit_s(check: Check) -> float:
     return check.limit_s + (_ISOLATION_S if check.isolated else 0.0)
 
 
-def _put(check: Check, host: Host, answers: queue.Queue[CheckResult]) -> None:
-    answers.put(run_isolated(check, host) if check.isolated else run_guarded(check, host))
-
-
 def run_guarded(check: Check, host: Host) -> CheckResult:
     """Run a check here; what it raises is a failure."""
     try:
         return replace(check.run(host), name=check.name)
     except Exception as error:
-        return failed(
-            check.name, f"the check crashed: {type(error).__name__}: {error}", "report this; look at the host"
-        )
-
-
-def unanswered(check: Check) -> CheckResult:
-    """The verdict on a check that did not end in time."""
-    return failed(
-        check.name, f"no answer within {check.limit_s:g} s", "look at what hangs: dmesg, ps -eo pid,stat,wchan"
-    )
+        reason = f"the check crashed: {type(error).__name__}: {error}"
+        return failed(check.name, reason, "report this; look at the host")

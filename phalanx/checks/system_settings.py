@@ -1,15 +1,8 @@
-"""The system around a job: clock, limits of a process, settings of the kernel, timeouts.
+"""The system around a job: clock, limits of a process, settings of the kernel, timeouts in the environment.
 
-This host's clock: does something keep it right, and how far is it from those of the peers?.
-
-Limits of a process: files, processes, and memory that a network card may pin.
-
-Settings of the kernel that make steps slower or uneven. Notes, no verdict: a host may have its reasons.
-
-Timeouts in the environment: does each one that has to wait for another last longer? Pure, over the environment.
-
-A network card that flaps is back after seconds. If NCCL gives up before, the job is lost; if torch's watchdog of the
-watchdog ends the process before the collective's own timeout, nobody learns which collective hung.
+Timeouts: does each one that has to wait for another last longer? A network card that flaps is back after seconds. If
+NCCL gives up before, the job is lost; if the watchdog of torch's watchdog ends the process before the collective's own
+timeout, nobody learns which collective hung.
 """
 
 from __future__ import annotations
@@ -18,10 +11,8 @@ import re
 import resource
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Check, CheckResult, Host, failed, passed, skipped
 from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.peer_bandwidth import PeerError, PeerMeasure, measure_peer, read_key
 from phalanx.checks.thresholds import given_threshold
@@ -36,13 +27,15 @@ def check_clock(host: Host) -> CheckResult:
     """Ask the daemon that keeps the clock, and compare with the peers."""
     synchronised = ask_daemon(host)
     measured, problems = [], []
+
+    def clock_ns() -> int:
+        return round(host.unix_s() * 1e9)
+
     for address in host.peers:
         try:
             key = read_key(host.peer_key) if host.peer_key else None
-            clock_ns = partial(_unix_ns, host)
-            measured.append(
-                measure_peer(address, transfer_bytes=0, limit_s=2.0, within_s=5.0, clock_ns=clock_ns, key=key)
-            )
+            limits: dict[str, float] = {"limit_s": 2.0, "within_s": 5.0}
+            measured.append(measure_peer(address, transfer_bytes=0, clock_ns=clock_ns, key=key, **limits))
         except (PeerError, ValueError) as error:
             problems.append(str(error))
     if not measured:
@@ -52,16 +45,13 @@ def check_clock(host: Host) -> CheckResult:
     return judge_clock(measured, synchronised, given_threshold(host, _CLOCK_NAME) or _MOST)
 
 
-def _unix_ns(host: Host) -> int:
-    return round(host.unix_s() * 1e9)
-
-
 def judge_clock(measured: list[PeerMeasure], synchronised: bool | None, threshold: Threshold) -> CheckResult:
     """The verdict: ours is wrong when it is off from most peers; when it is off from few, they are."""
     off = [each for each in measured if abs(each.clock_ahead_s) - each.clock_error_s > threshold.value]
     worst = max(measured, key=lambda each: abs(each.clock_ahead_s))
     is_ours = 2 * len(off) > len(measured)
-    bad = {each.peer: f"its clock is {abs(each.clock_ahead_s):.3g} s {_side(each.clock_ahead_s)}" for each in off}
+    sides = {each.peer: "ahead of us" if each.clock_ahead_s > 0 else "behind us" for each in off}
+    bad = {each.peer: f"its clock is {abs(each.clock_ahead_s):.3g} s {sides[each.peer]}" for each in off}
     notes = [f"{peer}: {why}" for peer, why in bad.items()]
     if synchronised is False:
         notes.append("not synchronised by NTP")
@@ -78,10 +68,6 @@ def judge_clock(measured: list[PeerMeasure], synchronised: bool | None, threshol
         _CLOCK_ACTION if is_ours else "",
         bad,
     )
-
-
-def _side(ahead_s: float) -> str:
-    return "ahead of us" if ahead_s > 0 else "behind us"
 
 
 def ask_daemon(host: Host) -> bool | None:
@@ -144,39 +130,27 @@ def judge_limits(limits: Mapping[str, int], *, has_rdma: bool) -> CheckResult:
 LIMITS = Check(_LIMITS_NAME, "enough open files, processes and pinned memory", "passive", check_limits)
 
 
-_TUNING_NAME = "tuning"
-
-
 def check_tuning(host: Host) -> CheckResult:
-    """Read governor, huge pages and NUMA balancing."""
-    notes = [_governors(host), _huge_pages(host), _numa_balancing(host)]
-    return passed(_TUNING_NAME, "; ".join(filter(None, notes)))
-
-
-def _governors(host: Host) -> str:
+    """Read governor, huge pages and NUMA balancing: notes, no verdict, since a host may have its reasons."""
+    notes = []
     folders = list_folder(host.sys / "devices/system/cpu")
     read = (read_text(folder / "cpufreq/scaling_governor") for folder in folders if folder.name.startswith("cpu"))
-    found = Counter(filter(None, read))
-    if not found or set(found) == {"performance"}:
-        return ""
-    named = ", ".join(f"{count} cores {name}" for name, count in sorted(found.items()))
-    return f"CPU governor: {named}; steady steps want performance (cpupower frequency-set -g performance)"
-
-
-def _huge_pages(host: Host) -> str:
-    text = read_text(host.sys / "kernel/mm/transparent_hugepage/enabled") or ""
-    match = re.search(r"\[(\w+)\]", text)
-    return f"transparent huge pages: {match[1]}" if match else ""
-
-
-def _numa_balancing(host: Host) -> str:
+    governors = Counter(filter(None, read))
+    if set(governors) - {"performance"}:
+        named = ", ".join(f"{count} cores {name}" for name, count in sorted(governors.items()))
+        notes.append(f"CPU governor: {named}; steady steps want performance (cpupower frequency-set -g performance)")
+    match = re.search(r"\[(\w+)\]", read_text(host.sys / "kernel/mm/transparent_hugepage/enabled") or "")
+    if match:
+        notes.append(f"transparent huge pages: {match[1]}")
     nodes = [each for each in list_folder(host.sys / "devices/system/node") if re.fullmatch(r"node\d+", each.name)]
-    if len(nodes) < 2 or read_text(host.proc / "sys/kernel/numa_balancing") in (None, "0"):
-        return ""
-    return "the kernel moves pages between NUMA nodes; ranks that are bound gain without: kernel.numa_balancing=0"
+    if len(nodes) > 1 and read_text(host.proc / "sys/kernel/numa_balancing") not in (None, "0"):
+        notes.append(
+            "the kernel moves pages between NUMA nodes; ranks that are bound gain without: kernel.numa_balancing=0"
+        )
+    return passed("tuning", "; ".join(notes))
 
 
-TUNING = Check(_TUNING_NAME, "note: CPU governor, huge pages, NUMA balancing", "passive", check_tuning)
+TUNING = Check("tuning", "note: CPU governor, huge pages, NUMA balancing", "passive", check_tuning)
 
 
 _TIMEOUTS_NAME = "timeouts"
@@ -191,11 +165,6 @@ _DUMP_S = 15.0
 
 COLLECTIVE_S = 600.0
 """What torch gives a collective of NCCL, unless init_process_group is told otherwise."""
-
-
-def check_timeouts(host: Host) -> CheckResult:
-    """Judge the environment that a job would have."""
-    return judge_timeouts(host.environment)
 
 
 def judge_timeouts(
@@ -220,10 +189,8 @@ def judge_timeouts(
     if problems:
         cures = [cure for _, cure in found] + ["give numbers"] * bool(reader.problems)
         return failed(_TIMEOUTS_NAME, "; ".join(problems), "; ".join(cures))
-    waits_s = ib_wait_s(_IB_TIMEOUT, _IB_RETRIES)
-    return passed(
-        _TIMEOUTS_NAME, "" if reader.used else f"none is set; by default NCCL waits {waits_s:.0f} s for a link"
-    )
+    note = f"none is set; by default NCCL waits {ib_wait_s(_IB_TIMEOUT, _IB_RETRIES):.0f} s for a link"
+    return passed(_TIMEOUTS_NAME, "" if reader.used else note)
 
 
 def ib_wait_s(timeout: float, retries: float) -> float:
@@ -287,4 +254,8 @@ def _watchdog(reader: _Reader) -> list[tuple[str, str]]:
     return found
 
 
-TIMEOUTS = Check(_TIMEOUTS_NAME, "timeouts of NCCL and torch are in order", "passive", check_timeouts)
+def _check_timeouts(host: Host) -> CheckResult:
+    return judge_timeouts(host.environment)  # that a job would have
+
+
+TIMEOUTS = Check(_TIMEOUTS_NAME, "timeouts of NCCL and torch are in order", "passive", _check_timeouts)

@@ -1,8 +1,4 @@
-"""Thresholds of checks: what a measured value is held against, its source, and how busy the host was meanwhile.
-
-How much other work the host does while a check measures: what it slows down says nothing about the hardware.
-
-What a measured value is held against, and where that comes from: never a guess.
+"""What a measured value is held against, where that comes from (never a guess), and how busy the host was meanwhile.
 
 In this order: what the user gave; published figures of the same hardware; the first passes of this host itself. Where
 none is known the value is shown without a verdict. Against other hosts, see `phalanx.checks.pairwise_tests`.
@@ -15,8 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.checks.check_host import Host, recall, remember
-from phalanx.checks.check_result import CheckResult, Outcome, passed
+from phalanx.checks.check_host import CheckResult, CheckVerdict, Host, passed, recall, remember
 from phalanx.checks.pairwise_tests import Threshold
 from phalanx.core.host import cpu_line, parse_cpu_ticks, read_text
 
@@ -54,7 +49,7 @@ class OtherWork:
 
 
 def busy_seconds(stat: str) -> float:
-    """CPU time of all cores since the boot that was not idle, from /proc/stat; 0 where it is not told."""
+    """CPU time of all cores since the boot that was not idle, from /proc/stat; 0 where it is not known."""
     ticks = parse_cpu_ticks(stat)
     return ticks[0] / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
@@ -105,11 +100,6 @@ def copy_threshold(gpu: str) -> Threshold | None:
     return None
 
 
-def hardware_name() -> str:
-    """What has to stay the same for earlier passes to count: the processor."""
-    return f"{cpu_line('model name')} {cpu_line('stepping')}".strip()
-
-
 def judge(
     host: Host,
     name: str,
@@ -125,15 +115,18 @@ def judge(
 
     Args:
         known: what is published of this hardware.
-        hardware: what the value depends on; when that changes, the host is learnt anew.
+        hardware: what the value depends on, by default the processor; when that changes, the host is learnt anew.
         other: what else the host did meanwhile; beside much of it, the host's own past is not a measure.
     """
-    hardware = hardware or hardware_name()
+    hardware = hardware or f"{cpu_line('model name')} {cpu_line('stepping')}".strip()
     first = first_passes(host, name, hardware)
     threshold = given_threshold(host, name) or known
     if threshold is None and other.share > MOST_OTHER_WORK:
         return passed(name, f"not judged: other work kept {other.cores:.1f} cores busy", value=value, unit=unit)
-    threshold = threshold or own_threshold(first)
+    if threshold is None and len(first) >= FIRST_PASSES:
+        worst = min(first)
+        source = f"{OWN_SHARE:.0%} of {worst:.3g}, the worst of this host's first {len(first)}"
+        threshold = Threshold(OWN_SHARE * worst, source)
     result = hold(name, value, unit, threshold, action)
     if result.outcome == "pass" and len(first) < FIRST_PASSES:
         remember(host.cache, f"first-{name}", {"hardware": hardware, "values": [*first, value]})
@@ -149,21 +142,13 @@ def hold(name: str, value: float, unit: str, threshold: Threshold | None, action
         return passed(name, "no threshold is known", value=value, unit=unit)
     good = value >= threshold.value
     reason = "" if good else f"{value:.3g} {unit} is less than {threshold.value:.3g}"
-    outcome: Outcome = "pass" if good else "fail"
+    outcome: CheckVerdict = "pass" if good else "fail"
     return CheckResult(name, outcome, reason, value, unit, threshold.value, threshold.source, "" if good else action)
 
 
 def given_threshold(host: Host, name: str) -> Threshold | None:
     """What the user said to expect."""
     return Threshold(host.expected[name], "given with --expect") if name in host.expected else None
-
-
-def own_threshold(first: list[float]) -> Threshold | None:
-    """From the first passes of this host; None: too few."""
-    if len(first) < FIRST_PASSES:
-        return None
-    worst = min(first)
-    return Threshold(OWN_SHARE * worst, f"{OWN_SHARE:.0%} of {worst:.3g}, the worst of this host's first {len(first)}")
 
 
 def first_passes(host: Host, name: str, hardware: str) -> list[float]:

@@ -7,12 +7,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, cast
+from typing import cast
 
 import click
 from rich.markup import escape
@@ -32,42 +32,35 @@ _MOST_RANKS = 16
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for.
-
-    Attributes:
-        ranks: numbers of processes; empty: see `counts_of`.
-        device: ``auto``, ``cpu`` or ``cuda``.
-    """
+    """What the command line asks for."""
 
     output: Path
-    ranks: tuple[int, ...]
-    device: str
+    ranks: tuple[int, ...]  # numbers of processes; empty: see `counts_of`
+    device: str  # ``auto``, ``cpu`` or ``cuda``
     precisions: tuple[str, ...]
     quick: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        files: all that were written, the cluster's last.
-        busy_share: of this host's cores that other work kept busy.
-    """
-
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # all that were written, the cluster's last
     found: tuple[Measurements, ...]
     seconds: float
-    busy_share: float
+    busy_share: float  # of this host's cores that other work kept busy
 
 
 def calibrate(request: Request, environment: Mapping[str, str], *, silent: bool) -> Outcome:
-    """Measure and write.
-
-    Raises:
-        UserError: a file cannot be written there, there are no such devices, or measuring failed.
-    """
-    _check_output(request.output)
+    """Measure and write."""
+    # Refuse before minutes are lost.
+    if request.output.suffix != ".toml":
+        raise UserError(
+            "is no name of a TOML file", cure="end it in .toml", field="--output", value=str(request.output)
+        )
+    if not request.output.parent.is_dir() or not os.access(request.output.parent, os.W_OK):
+        cure = "name a folder that is there and may be written to"
+        raise UserError("cannot be written", cure=cure, field="--output", value=str(request.output))
     gpus = _gpus(request.device, environment)
     wanted = MeasurementPlan("cuda" if gpus else "cpu", cast(tuple[Precision, ...], request.precisions), request.quick)
     machine = MeasuredMachine(socket.gethostname(), "gpu" if gpus else "cpu", datetime.date.today().isoformat())
@@ -84,11 +77,7 @@ def calibrate(request: Request, environment: Mapping[str, str], *, silent: bool)
 
 
 def counts_of(asked: tuple[int, ...], gpus: int) -> list[int]:
-    """Numbers of processes, ascending: as asked; else one for each GPU; else one, and one for each core.
-
-    Raises:
-        UserError: there are fewer GPUs, or far fewer cores.
-    """
+    """Numbers of processes, ascending: as asked; else one for each GPU; else one, and one for each core."""
     cores = len(read_cores(allowed_cpus()))
     most, what = (gpus, "GPUs") if gpus else (max(cores, _MOST_RANKS), "cores")
     if asked and max(asked) > most:
@@ -111,58 +100,41 @@ def show(outcome: Outcome, as_json: bool) -> None:
     too_busy = outcome.busy_share > MOST_OTHER_WORK
     path = outcome.files[-1]
     if as_json:
-        click.echo(json.dumps(_as_object(outcome, too_busy), indent=1))
-        return
-    console = make_console()
-    table = make_table("measured", *(_heading(found) for found in outcome.found), right=(1, 2, 3, 4, 5, 6), whole=(0,))
-    for row in _rows(outcome):
-        table.add_row(*row)
-    console.print(table)
-    if too_busy:
-        told = f"[yellow]other work kept {outcome.busy_share:.0%} of this host busy[/]: these figures are too low"
-        console.print(f"{told}; measure again when it is idle", highlight=False)
-    beside = ", ".join(file.name for file in outcome.files[:-1])
-    console.print(f"written in {units.duration(outcome.seconds)}: {escape(str(path))} (with {escape(beside)})",
-                  highlight=False, soft_wrap=True)  # fmt: skip
-    console.print(f"next: phalanx plan CONFIG --cluster {escape(quote(str(path)))}", highlight=False, soft_wrap=True)
-
-
-def _heading(found: Measurements) -> str:
-    threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
-    return f"1 process, {threads}" if found.ranks == 1 else f"each of {found.ranks}, {threads}"
-
-
-def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
-    columns = [{line.name: line for line in summary(found)} for found in outcome.found]
-    for name in dict.fromkeys(name for column in columns for name in column):
-        yield name, *(escape(column[name].text) if name in column else "" for column in columns)
-
-
-def _as_object(outcome: Outcome, too_busy: bool) -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "files": [str(file) for file in outcome.files],
-        "seconds": round(outcome.seconds, 1),
-        "other_work_share": round(outcome.busy_share, 3),
-        "too_busy": too_busy,
-        "measured": [
+        measured = [
             {
                 "ranks": found.ranks,
                 "threads": found.threads,
                 "values": {line.name: {"value": line.value, "unit": line.unit} for line in summary(found)},
             }
             for found in outcome.found
-        ],
-    }
-
-
-def _check_output(path: Path) -> None:
-    """Refuse before minutes are lost."""
-    if path.suffix != ".toml":
-        raise UserError("is no name of a TOML file", cure="end it in .toml", field="--output", value=str(path))
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        cure = "name a folder that is there and may be written to"
-        raise UserError("cannot be written", cure=cure, field="--output", value=str(path))
+        ]
+        values = {
+            "host": socket.gethostname(),
+            "files": [str(file) for file in outcome.files],
+            "seconds": round(outcome.seconds, 1),
+            "other_work_share": round(outcome.busy_share, 3),
+            "too_busy": too_busy,
+            "measured": measured,
+        }
+        click.echo(json.dumps(values, indent=1))
+        return
+    console = make_console()
+    heads = []
+    for found in outcome.found:
+        threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
+        heads.append(f"1 process, {threads}" if found.ranks == 1 else f"each of {found.ranks}, {threads}")
+    table = make_table("measured", *heads, right=(1, 2, 3, 4, 5, 6), whole=(0,))
+    columns = [{line.name: line for line in summary(found)} for found in outcome.found]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(escape(column[name].text) if name in column else "" for column in columns))
+    console.print(table)
+    if too_busy:
+        warning = f"[yellow]other work kept {outcome.busy_share:.0%} of this host busy[/]: these figures are too low"
+        console.print(f"{warning}; measure again when it is idle", highlight=False)
+    beside = ", ".join(file.name for file in outcome.files[:-1])
+    console.print(f"written in {units.duration(outcome.seconds)}: {escape(str(path))} (with {escape(beside)})",
+                  highlight=False, soft_wrap=True)  # fmt: skip
+    console.print(f"next: phalanx plan CONFIG --cluster {escape(quote(str(path)))}", highlight=False, soft_wrap=True)
 
 
 def _gpus(device: str, environment: Mapping[str, str]) -> int:

@@ -15,10 +15,10 @@ import click
 
 from phalanx import __version__
 from phalanx.cli.options import LazyGroup
-from phalanx.core.errors import UserError
+from phalanx.core.errors import UserError, not_permitted
 from phalanx.core.files import StoreFailedError
 
-# Subcommand -> one line of help. The code lies in `phalanx.cli.<name>`, in an object called `command`.
+# Subcommand -> one line of help. The code lies in `phalanx.cli.<name>_command`, in an object called `command`.
 COMMANDS: dict[str, str] = {
     "train": "Train a model: phalanx train CONFIG.toml key=value …",
     "run": "Keep any distributed script running: phalanx run --hosts 4 -- train.py …",
@@ -28,14 +28,25 @@ COMMANDS: dict[str, str] = {
     "evaluate": "Loss, perplexity and bits per byte on held-out text.",
     "plan": "Know before: predict step time and memory, search the best layout for a cluster.",
     "simulate": "What if: networks, failures over months, slow ranks.",
+    "status": "How a run is, from another terminal: state, progress, checkpoint, ranks in trouble.",
+    "logs": "What a run has logged, all ranks together; -f goes on as they write.",
+    "runs": "All runs of a folder in one table; compare two; notes, tags; import other people's runs.",
+    "trace": "See what every rank did and when: breakdown, slow ranks, timelines, SQL.",
+    "dashboard": "Runs, ranks and incidents in a browser, live.",
+    "alerts": "Who hears of trouble: try it, list what was reported; rules for Prometheus, a board for Grafana.",
+    "detect": "Which machine is slow, stuck, silently wrong or about to fail: judges of traces, dumps, metrics, logs.",
+    "faults": "Make things go wrong on purpose, and judge how well `phalanx run` handles them.",
     "check": "Test this host: processors, memory, GPUs, network, disks, clock and settings.",
     "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
 }
 
+_LOOKERS = ("status", "logs", "runs", "trace", "dashboard", "detect")
+"""Commands that look at what others may have written; to the rest a refusal is no matter of their arguments."""
+
 
 @click.group(
     cls=LazyGroup,
-    lazy={name: (f"phalanx.cli.{name}:command", help_line) for name, help_line in COMMANDS.items()},
+    lazy={name: (f"phalanx.cli.{name}_command:command", help_line) for name, help_line in COMMANDS.items()},
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="phalanx")
@@ -54,7 +65,7 @@ def yield_idle_cores() -> None:
 
 
 class OutputError(Exception):
-    """Stdout does not take what is written to it. No OSError, lest it be told as one of a file that was read."""
+    """Stdout does not take what is written. Not an OSError, which would be shown as one of a file that was read."""
 
 
 class _Output(io.FileIO):
@@ -80,11 +91,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _status_of(arguments: list[str] | None) -> int | str | None:
     """Run the command; its exit status, as `sys.exit` takes it."""
-    status: int | str | None
     try:
         try:
-            told = group.main(args=arguments, prog_name="phalanx", standalone_mode=False)
-            status = told if isinstance(told, int) else 0
+            returned = group.main(args=arguments, prog_name="phalanx", standalone_mode=False)
+            status: int | str | None = returned if isinstance(returned, int) else 0
         except SystemExit as ended:
             status = ended.code
         if sys.stdout is not None:
@@ -96,16 +106,18 @@ def _status_of(arguments: list[str] | None) -> int | str | None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("stopped by SIGINT", err=True)
         return 128 + signal.SIGINT
-    except UserError as error:
-        _tell(str(error))
+    except (UserError, StoreFailedError) as error:
+        _show_error(str(error if isinstance(error, UserError) else error.to_user()))
         return 2
-    except StoreFailedError as error:
-        _tell(str(error.to_user()))
+    except PermissionError as error:
+        if error.filename is None or (sys.argv[1:] if arguments is None else arguments)[0] not in _LOOKERS:
+            raise
+        _show_error(str(not_permitted(error.filename)))
         return 2
     except OutputError as error:
-        _tell(f"{error}; free some space, or write it elsewhere")
+        _show_error(f"{error}; free some space, or write it elsewhere")
         return 1
-    except BrokenPipeError:  # who reads has had enough, as `head` has
+    except BrokenPipeError:  # the reader has had enough, as `head` has
         return 1
 
 
@@ -118,7 +130,10 @@ def _stdout() -> Iterator[None]:
         return
     usual.flush()
     file = io.BufferedWriter(_Output(usual.fileno(), "w", closefd=False))
-    errors = usual.errors if codecs.lookup(usual.encoding).name == "utf-8" else "replace"  # a dash is no reason to fail
+    # Neither a dash nor a name that is not UTF-8 is a reason to fail.
+    errors = "replace"
+    if codecs.lookup(usual.encoding).name == "utf-8":
+        errors = "backslashreplace" if usual.errors == "strict" else (usual.errors or errors)
     sys.stdout = io.TextIOWrapper(file, usual.encoding, errors, line_buffering=usual.line_buffering)
     try:
         yield
@@ -133,7 +148,7 @@ def _stdout() -> Iterator[None]:
         sys.stdout = usual
 
 
-def _tell(problem: str) -> None:
+def _show_error(problem: str) -> None:
     click.echo(click.style("error: ", fg="red", bold=True) + problem, err=True)
 
 

@@ -6,6 +6,7 @@ Imports only click, so that help stays as fast as it is without.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +19,7 @@ from phalanx.core.errors import UserError
 
 
 class LazyGroup(click.Group):
-    """Besides its own commands, those of other modules.
-
-    Args:
-        lazy: name of a subcommand -> (``module:object`` of its click command, one line of help).
-    """
+    """Besides its own commands, those of other modules: by name, ``module:object`` and one line of help."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,6 +43,13 @@ class LazyGroup(click.Group):
         own = [(name, command.get_short_help_str(limit=100)) for name, command in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(own + [(name, help_line) for name, (_, help_line) in self.lazy.items()])
+
+
+def write_examples(formatter: click.HelpFormatter, examples: str) -> None:
+    """A section of a help page, of lines that are not folded."""
+    with formatter.section("Examples"):
+        for line in examples.splitlines():
+            formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -78,6 +82,36 @@ class NewFile(click.Path):
             why = "is no folder" if not folder.is_dir() else "does not let you write"
             self.fail(f"{str(path)!r} cannot be written: {str(folder)!r} {why}; name another", param, ctx)
         return path
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers without nan and inf, which click lets pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
+class StepRange(click.ParamType):
+    """``100:200``, ``100:``, ``:200`` or ``100``; the last one is included."""
+
+    name = "steps"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """First and last step; None where it is open."""
+        if isinstance(value, tuple):
+            return value
+        first, colon, last = str(value).partition(":")
+        try:
+            found = (int(first) if first else None, int(last) if last else None if colon else int(first))
+        except ValueError:
+            self.fail(f"{value!r} is no range of steps; give one such as 100:200", param, ctx)
+        if None not in found and found[0] > found[1]:  # type: ignore[operator]
+            self.fail(f"{value!r} ends before it begins", param, ctx)
+        return found
 
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")

@@ -16,9 +16,9 @@ import msgspec
 
 from phalanx.core.errors import UserError
 from phalanx.core.units import duration
-from phalanx.run.api.client import Client
+from phalanx.run.api.api_client import Client
 from phalanx.run.api.job import this_person
-from phalanx.run.decide import transition
+from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Policy
 from phalanx.run.driver.job_status import end_without_driver, remember
 from phalanx.run.job_folder import (
@@ -33,29 +33,26 @@ from phalanx.run.job_folder import (
     supervisor_of,
     write_card,
 )
+from phalanx.run.secrets import read_token
 
 RUNS = Path("runs")
-
 _WAIT_S = 0.2
-
-_LAST_WORDS_S = 2.0
-"""From the driver's last answer to the card that says how the job has ended."""
-
-_NEXT_DRIVER_S = 30.0
-"""For a supervisor to start the next driver, which a signal makes it do at once."""
+_LAST_WORDS_S = 2.0  # from the driver's last answer to the card that says how the job has ended
+_NEXT_DRIVER_S = 30.0  # for a supervisor to start the next driver, which a signal makes it do at once
 
 Result = TypeVar("Result")
-Function = TypeVar("Function", bound=Callable[..., Any])
+
+FOLDER = click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Run folder; without it the newest under runs/ whose driver lives, else the newest.",
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A job.
-
-    Attributes:
-        shown: its folder, as a person writes it.
-        life: of its driver.
-    """
+class FoundJob:
+    """A job; `shown` is its folder, as a person writes it, `life` that of its driver."""
 
     folder: Path
     shown: Path
@@ -67,7 +64,7 @@ class Found:
         """It has ended, says its card."""
         return self.card.status is not None
 
-    def say_dead(self, since_s: float | None = None) -> str:
+    def dead_text(self, since_s: float | None = None) -> str:
         """That its driver is dead, and how it is started again."""
         living = len(living_executors(self.folder))
         hosts = f"; {living} of its hosts live and go on" if living else "; none of its hosts lives on this machine"
@@ -83,30 +80,14 @@ class Found:
         return self.card.backend == "local"
 
 
-def folder_option(function: Function) -> Function:
-    """``--folder`` of every command."""
-    return click.option(
-        "--folder",
-        type=click.Path(path_type=Path),
-        help="Run folder; without it the newest under runs/ whose driver lives, else the newest.",
-    )(function)
-
-
-def json_option(function: Function) -> Function:
-    """``--json`` of those that show something."""
-    return click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")(function)
-
-
-def find_job(folder: Path | None) -> Found:
-    """The job of a folder, or the one that is meant where none is given, which is said then.
-
-    Raises:
-        UserError: there is none.
-    """
+def find_job(folder: Path | None) -> FoundJob:
+    """The job of a folder; without one, the job that is meant, which is said then. UserError: there is none."""
     if folder is not None:
         found = _look(folder)
         if found is None:
-            raise UserError("no job was ever run there", cure=_known_folders(), field="--folder", value=str(folder))
+            known = sorted(str(path.parent) for path in RUNS.glob("*/job.json"))
+            cure = f"give one of {', '.join(known[:5])}" if known else "give the run folder that `phalanx run` named"
+            raise UserError("no job was ever run there", cure=cure, field="--folder", value=str(folder))
         return found
     jobs = [found for path in RUNS.glob("*/job.json") if (found := _look(path.parent)) is not None]
     if not jobs:
@@ -119,12 +100,16 @@ def find_job(folder: Path | None) -> Found:
     return chosen
 
 
-def in_loop(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run it; a driver that does not answer becomes an error for people.
+def client_at(url: str, token_file: Path | None) -> Client:
+    """Of a driver whose folder is not here. UserError: there is no token for it."""
+    if token_file is None:
+        cure = "give --driver-token FILE, a copy of secret/token in its run folder, or the folder itself"
+        raise UserError("a driver answers only to its token", cure=cure, value=url)
+    return Client.at(url, read_token(token_file, "--token-file"))
 
-    Raises:
-        UserError: as `work`, and where the driver does not answer.
-    """
+
+def in_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run it; a driver that does not answer becomes a UserError."""
     try:
         return asyncio.run(work)
     except ConnectionError as error:
@@ -132,15 +117,12 @@ def in_loop(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def ask_or_read(
-    found: Found, ask: Callable[[Client], Coroutine[Any, Any, Result]], read: Callable[[Found], Result]
+    found: FoundJob, ask: Callable[[Client], Coroutine[Any, Any, Result]], read: Callable[[FoundJob], Result]
 ) -> Result:
     """Ask the driver while it answers, else read what is written of the job.
 
     Between its last answer and its end a driver is a process that lives and does not listen: the card says then, at the
-    latest after `_LAST_WORDS_S`, that the job is over.
-
-    Raises:
-        UserError: as either, and where a driver that lives does not answer.
+    latest after `_LAST_WORDS_S`, that the job is over. Raises UserError where a driver that lives does not answer.
     """
 
     async def work() -> Result:
@@ -163,23 +145,13 @@ def _unanswered(error: ConnectionError) -> UserError:
     return UserError(str(error), cure="try again in a moment; `phalanx run status` says whether it lives")
 
 
-def is_at_terminal() -> bool:
-    """Whether somebody looks at what is written."""
-    return sys.stdout.isatty()
-
-
-def _look(folder: Path) -> Found | None:
+def _look(folder: Path) -> FoundJob | None:
     card = read_card(folder.absolute())
-    return None if card is None else Found(folder.absolute(), folder, card, life(card))
-
-
-def _known_folders() -> str:
-    known = sorted(str(path.parent) for path in RUNS.glob("*/job.json"))
-    return f"give one of {', '.join(known[:5])}" if known else "give the run folder that `phalanx run` named"
+    return None if card is None else FoundJob(folder.absolute(), folder, card, life(card))
 
 
 @click.command()
-@folder_option
+@FOLDER
 @click.option("--now", "without_grace", is_flag=True, help="SIGKILL at once, instead of SIGTERM first.")
 @click.option(
     "--grace",
@@ -202,7 +174,7 @@ def stop(folder: Path | None, without_grace: bool, grace_s: float | None, wait: 
 
 @click.command()
 @click.argument("host")
-@folder_option
+@FOLDER
 def drain(host: str, folder: Path | None) -> None:
     """Let HOST leave as soon as another can take its place."""
     _order("drain", host, folder)
@@ -210,7 +182,7 @@ def drain(host: str, folder: Path | None) -> None:
 
 @click.command()
 @click.argument("host")
-@folder_option
+@FOLDER
 def evict(host: str, folder: Path | None) -> None:
     """Let HOST leave at once, and not come back."""
     _order("evict", host, folder)
@@ -218,14 +190,16 @@ def evict(host: str, folder: Path | None) -> None:
 
 @click.command()
 @click.argument("host")
-@folder_option
+@FOLDER
 def give_back(host: str, folder: Path | None) -> None:
     """Let an evicted HOST come back, or a draining one stay."""
     _order("return", host, folder)
 
 
 def _order(what: str, host: str, folder: Path | None) -> None:
-    found = _living(folder)
+    found = _unfinished(folder)
+    if found.life == "dead":
+        raise UserError(found.dead_text(), cure="then ask again")
 
     async def give() -> str:
         async with Client(found.folder) as client:
@@ -234,7 +208,7 @@ def _order(what: str, host: str, folder: Path | None) -> None:
     click.echo(in_loop(give()))
 
 
-async def _stop(found: Found, grace_s: float | None, wait: bool, *, is_asked: bool = False) -> str:
+async def _stop(found: FoundJob, grace_s: float | None, wait: bool, *, is_asked: bool = False) -> str:
     """Have the driver end the job; `is_asked`: it may have been asked by a signal before."""
     async with Client(found.folder) as client:
         # Asked a second time it would give ranks no time.
@@ -246,22 +220,22 @@ async def _stop(found: Found, grace_s: float | None, wait: bool, *, is_asked: bo
     return await _ended(found)
 
 
-async def _ended(found: Found) -> str:
+async def _ended(found: FoundJob) -> str:
     """Wait for the end of a job that is being stopped; how it was."""
     while True:
         card = read_card(found.folder)
         if card is None or card.status is not None:
             return "it has ended" if card is None else f"it has ended with status {card.status}: {card.ended}"
         if life(card) == "dead":
-            raise UserError(found.say_dead(), cure="then stop it again")
+            raise UserError(found.dead_text(), cure="then stop it again")
         await asyncio.sleep(_WAIT_S)
 
 
-def _stop_dead(found: Found, grace_s: float | None, wait: bool) -> str:
+def _stop_dead(found: FoundJob, grace_s: float | None, wait: bool) -> str:
     """End a job whose driver is dead: the next one does it, if there will be one; else its executors are ended here.
 
     Raises:
-        UserError: its hosts are no processes of this machine, and nobody starts a driver.
+        UserError: its hosts are not processes of this machine, and no supervisor starts a driver.
     """
     folder, card = found.folder, found.card
     if ask_supervisor(folder, signal.SIGTERM) and (following := _next_driver(found)) is not None:
@@ -274,7 +248,7 @@ def _stop_dead(found: Found, grace_s: float | None, wait: bool) -> str:
     if grace_s is None:
         grace_s = past.state.policy.grace_s if past is not None else Policy().grace_s
     count = end_executors(folder, grace_s)
-    status, reason = transition.STOPPED, f"stopped by {this_person()}, while its driver was dead"
+    status, reason = actions.STOPPED, f"stopped by {this_person()}, while its driver was dead"
     finish = end_without_driver(folder, card, past, this_person(), time.time()) if past is not None else None
     if finish is not None:
         status, reason = finish.status, finish.reason
@@ -283,7 +257,7 @@ def _stop_dead(found: Found, grace_s: float | None, wait: bool) -> str:
     return f"its driver was dead: its {hosts} on this machine and all their ranks are ended; status {status}: {reason}"
 
 
-def _next_driver(found: Found) -> Found | None:
+def _next_driver(found: FoundJob) -> FoundJob | None:
     """The job with the driver that its supervisor starts; None: none comes up."""
     until_s = time.monotonic() + _NEXT_DRIVER_S
     while time.monotonic() < until_s:
@@ -296,34 +270,11 @@ def _next_driver(found: Found) -> Found | None:
     return None
 
 
-def _living(folder: Path | None) -> Found:
-    """The job, whose driver can be asked.
-
-    Raises:
-        UserError: it is over, or its driver is dead.
-    """
-    found = _unfinished(folder)
-    if found.life == "dead":
-        raise UserError(found.say_dead(), cure="then ask again")
-    return found
-
-
-def _unfinished(folder: Path | None) -> Found:
-    """The job.
-
-    Raises:
-        UserError: it is over.
-    """
+def _unfinished(folder: Path | None) -> FoundJob:
+    """The job; UserError: it is over."""
     found = find_job(folder)
     card = found.card
     if found.is_over:
-        raise UserError(
-            f"the job {card.job!r} in {found.shown} is over (status {card.status}: {card.ended})",
-            cure="give the --folder of one that runs",
-        )
+        problem = f"the job {card.job!r} in {found.shown} is over (status {card.status}: {card.ended})"
+        raise UserError(problem, cure="give the --folder of one that runs")
     return found
-
-
-def dumped(value: object) -> str:
-    """As JSON for people."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

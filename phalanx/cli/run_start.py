@@ -13,25 +13,29 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, BinaryIO, cast, get_args
+from typing import cast, get_args
 
 import click
 from rich.console import Console
 from rich.markup import escape
 
-from phalanx.cli.run import DRIVE, SUPERVISE
+from phalanx.cli.run_command import DRIVE, SUPERVISE
+from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.ipc.processes import Identity, identity_of
-from phalanx.run.backends.base import submit_job
+from phalanx.run.backends.backend import submit_job
 from phalanx.run.config import RunConfig, load_job
-from phalanx.run.drive.main import refuse
+from phalanx.run.drive.main import drive, refuse
+from phalanx.run.driver.job_status import is_over
 from phalanx.run.flags import read_flags
 from phalanx.run.job_folder import SUPERVISOR, Card, life, read_card, set_aside
+from phalanx.run.reports.job_watch import training_alerts
 from phalanx.run.reports.live_view import show
 from phalanx.run.reports.terminal_text import Ranks
 from phalanx.run.secrets import ensure_token
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
+from phalanx.telemetry.alerts.alert_config import AlertsConfig
 
 _OURS = {
     **dict.fromkeys(("--hosts", "--spares", "--workers-per-host", "--folder", "--job", "--set", "--show"), True),
@@ -44,7 +48,7 @@ _LOG_BYTES = 16 << 20
 
 
 class _Raw(click.Command):
-    """A command that gets its words as they are: those of the script are nobody else's business."""
+    """A command that gets its words as they are: those of the script are only the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Leave them alone, but for a question for help before the script."""
@@ -120,11 +124,8 @@ def drive_here(arguments: tuple[str, ...]) -> None:
 
 
 def _drive(given: _Given) -> int:
-    from phalanx.run.drive.main import drive
-
-    return drive(
-        given.config, lambda source: show(source, _console(), ranks=given.ranks, folder=given.config.run_folder)
-    )
+    folder = given.config.run_folder
+    return drive(given.config, lambda source: show(source, _console(), ranks=given.ranks, folder=folder))
 
 
 def _supervise(given: _Given) -> int:
@@ -137,15 +138,8 @@ def _supervise(given: _Given) -> int:
     return Supervisor(given.command(DRIVE), has_begun, _say).run()
 
 
-# Before the start
-
-
 def _make_places(config: RunConfig) -> None:
-    """The folders that are not in the run folder, where the hosts are this machine; on others their tests make them.
-
-    Raises:
-        UserError: one cannot be made, or not be written to.
-    """
+    """The folders that are not in the run folder, where the hosts are this machine; on others their tests make them."""
     if config.backend != "local":
         return
     journal = "" if not config.journal or "://" in config.journal else str(Path(config.journal).absolute().parent)
@@ -159,11 +153,7 @@ def _make_places(config: RunConfig) -> None:
 
 
 def _make_folder(folder: Path, field: str, cure: str) -> None:
-    """Make it, unless it is there.
-
-    Raises:
-        UserError: it cannot be made, or not be written to.
-    """
+    """Make it, unless it is there; UserError: it cannot be made, or not be written to."""
     cure, value = f"{cure}, or mend its permissions", str(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,25 +164,24 @@ def _make_folder(folder: Path, field: str, cure: str) -> None:
 
 
 def _make_room(given: _Given) -> None:
-    """Make the folder, and put aside what a job that is over has left there.
-
-    Raises:
-        UserError: it cannot be made, or a driver lives there, or may.
-    """
+    """Make the folder, and put aside what a job that is over has left; UserError: a driver lives there, or may."""
     _make_folder(given.config.run_folder, "run.folder", "give another --folder")
     with (given.folder / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands at once, one finds what the other has left
         card = _see_room(given)
-        if card is not None:
-            _make_room_beside(given, card)
+        if card is None:
+            return
+        shown = given.config.run_folder
+        if _is_new(given, card):
+            how = f"ended with status {card.status}" if card.status is not None else "is over"
+            beside = shown / set_aside(given.folder, card).relative_to(shown.absolute())
+            _say(f"the job before {how}; what it left is in {beside}")
+        else:
+            _say(f"the job in {shown} has not ended, and its driver is dead: this one takes over (--fresh begins anew)")
 
 
 def _see_room(given: _Given) -> Card | None:
-    """The job that the folder is of; None: of none.
-
-    Raises:
-        UserError: its driver lives, or may.
-    """
+    """The job that the folder is of; None: of none. UserError: its driver lives, or may."""
     folder, shown = given.folder, given.config.run_folder
     card = read_card(folder)
     if card is None:
@@ -211,40 +200,25 @@ def _see_room(given: _Given) -> Card | None:
     return card
 
 
-def _make_room_beside(given: _Given, card: Card) -> None:
-    folder, shown = given.folder, given.config.run_folder
-    if _is_new(given, card):
-        how = f"ended with status {card.status}" if card.status is not None else "is over"
-        _say(f"the job before {how}; what it left is in {_near(set_aside(folder, card), shown)}")
-    else:
-        _say(f"the job in {shown} has not ended, and its driver is dead: this one takes over (--fresh begins anew)")
-
-
 def _is_new(given: _Given, card: Card) -> bool:
     """Whether this begins a job, and does not take over the one whose card this is."""
-    from phalanx.run.driver.job_status import is_over
-
     return given.is_fresh or is_over(given.folder, card)
-
-
-def _near(place: Path, shown: Path) -> Path:
-    return shown / place.relative_to(shown.absolute())
-
-
-# Detached
 
 
 def _detach(given: _Given) -> None:
     """Start the supervisor in a session of its own, and return when its driver has begun."""
     folder, shown = given.folder, given.config.run_folder
-    before = _card(folder)
-    with _log(folder / "driver.log") as log:
-        said_bytes = log.seek(0, os.SEEK_END)
+    before, path = _card(folder), folder / "driver.log"
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > _LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+    with path.open("ab") as log:
+        begin_bytes = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             given.command(SUPERVISE), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    card = _until_begun(folder, before, process, said_bytes)
-    process.returncode = 0  # it is nobody's child from now on
+    card = _until_begun(folder, before, process, begin_bytes)
+    process.returncode = 0  # it is not this process's child from now on
     is_only = given.config.folder == "" and len(list(Path("runs").glob("*/job.json"))) == 1
     at = "" if is_only else f" --folder {quote(str(shown))}"
     click.echo(f"it runs detached: driver {card.pid}, kept alive by {process.pid}, said in {shown / 'driver.log'}")
@@ -252,8 +226,8 @@ def _detach(given: _Given) -> None:
     click.echo(f"  its ranks  phalanx run logs -f{at}\n  end it     phalanx run stop{at}")
 
 
-def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[bytes], said_bytes: int) -> Card:
-    """The card of the driver that begins; `said_bytes`: of its log, that others have written before."""
+def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[bytes], begin_bytes: int) -> Card:
+    """The card of the driver that begins, which writes its log from `begin_bytes` on."""
     until_s = time.monotonic() + _BEGIN_S
     try:
         while time.monotonic() < until_s:
@@ -261,8 +235,8 @@ def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[by
             if card is not None and card != before and (card.status is not None or life(card) == "lives"):
                 return card
             if process.poll() is not None:
-                said = (folder / "driver.log").read_bytes()[said_bytes:]
-                sys.stderr.write(said.decode(errors="replace")[-4000:])
+                written = (folder / "driver.log").read_bytes()[begin_bytes:]
+                sys.stderr.write(written.decode(errors="replace")[-4000:])
                 end_with(process.returncode)
             time.sleep(0.05)
     except KeyboardInterrupt:
@@ -272,44 +246,10 @@ def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[by
     raise UserError(f"the driver has not begun within {_BEGIN_S:g} s", cure=cure)
 
 
-def _log(path: Path) -> BinaryIO:
-    """To append to; one that has grown large is put beside."""
-    with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size > _LOG_BYTES:
-            path.replace(path.with_name(f"{path.name}.1"))
-    return path.open("ab")
-
-
-# Reading the command line
-
-
 def _read(arguments: tuple[str, ...]) -> _Given:
     flags = read_flags(arguments, os.environ, _OURS)
     changes, switches, shown = dict(flags.changes), set[str](), list[str]()
-    job, overrides = _ours(flags.ours, changes, switches, shown)
-    is_detached = bool(switches & {"--detach", "-d"})
-    shown = shown or ["none" if is_detached else "0"]  # what ranks write is in their logs in any case
-    if shown[-1] not in get_args(Ranks):
-        cure = f"give one of {', '.join(get_args(Ranks))}"
-        raise UserError("lines of which ranks are shown?", cure=cure, field="--show", value=shown[-1])
-    loaded = load_job(job, overrides, changes)
-    config = loaded.value.run
-    if config.backend == "local" and loaded.origin("run.policy.joining_check") == "default":
-        # One machine is one host as far as its hardware goes: no need to measure it once for each executor.
-        config = config.model_copy(update={"policy": config.policy.model_copy(update={"joining_check": "passive"})})
-    is_supervised = "--no-supervisor" not in switches
-    if is_detached and not is_supervised:
-        raise UserError("--detach and --no-supervisor contradict each other", cure="give one of them")
-    return _Given(
-        config, arguments, flags.notes, is_detached, "--fresh" in switches, is_supervised, cast(Ranks, shown[-1])
-    )
-
-
-def _ours(
-    words: list[str], changes: dict[str, Any], switches: set[str], shown: list[str]
-) -> tuple[Path | None, list[str]]:
-    """Our own options: into `changes`, `switches` and `shown`; and the job file, and single settings."""
-    job, overrides, rest = None, [], list(words)
+    job, overrides, rest = None, [], list(flags.ours)
     while rest:
         flag = rest.pop(0)
         if not _OURS[flag]:
@@ -326,7 +266,24 @@ def _ours(
             changes["run.folder"] = value
         else:
             changes[_NUMBERS[flag]] = int(value) if value.isdecimal() else value
-    return job, overrides
+    is_detached = bool(switches & {"--detach", "-d"})
+    shown = shown or ["none" if is_detached else "0"]  # what ranks write is in their logs in any case
+    if shown[-1] not in get_args(Ranks):
+        cure = f"give one of {', '.join(get_args(Ranks))}"
+        raise UserError("lines of which ranks are shown?", cure=cure, field="--show", value=shown[-1])
+    loaded = load_job(job, overrides, changes)
+    config = loaded.value.run
+    if config.backend == "local" and loaded.origin("run.policy.joining_check") == "default":
+        # One machine is one host as far as its hardware goes: no need to measure it once for each executor.
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"joining_check": "passive"})})
+    if not config.alerts.is_on and (given := training_alerts(config)):
+        with contextlib.suppress(UserError):  # which the training reports, with its file
+            config = config.model_copy(update={"alerts": validate(AlertsConfig, given)})
+    is_supervised = "--no-supervisor" not in switches
+    if is_detached and not is_supervised:
+        raise UserError("--detach and --no-supervisor contradict each other", cure="give one of them")
+    ranks = cast(Ranks, shown[-1])
+    return _Given(config, arguments, flags.notes, is_detached, "--fresh" in switches, is_supervised, ranks)
 
 
 def _card(folder: Path) -> Card | None:
@@ -336,7 +293,7 @@ def _card(folder: Path) -> Card | None:
 
 
 def _console() -> Console:
-    return Console(stderr=True)
+    return Console(emoji=False, stderr=True)
 
 
 def _say(text: str) -> None:

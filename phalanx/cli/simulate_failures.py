@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from phalanx.cli.options import AS_JSON, HTML, Decorator, group, in_words_of
-from phalanx.core.errors import UserError
 
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
-    from phalanx.simulate.failure_model import Failures, FailureScenario, Pool, Recovery, Work
     from phalanx.simulate.failure_report import FailureReport
-    from phalanx.simulate.failure_simulation import RunsOutcome
-    from phalanx.simulate.failure_trace import Fault
 
 _EXAMPLES = """\b
 Examples:
@@ -103,19 +98,11 @@ def command(runs: int, seed: int, compare: bool, as_json: bool, html: Path | Non
     Failures are drawn by classes from rates that come with Phalanx (infinitehbd, llama3, meta-rsc1, meta-rsc2, minder)
     or from a file, or from recorded faults. Beside what is played stand closed forms, and other intervals and spares.
     """
+    from phalanx.api.simulation import simulate
     from phalanx.cli.tables import make_console
-    from phalanx.simulate.failure_report import make_report
 
-    _refuse_contradictions(options, compare)
-    with in_words_of(options, _FIELDS):
-        faults = _recorded(options)
-        scenario = _scenario(options, faults)
-    console = make_console()
-    with console.status(f"playing {runs:,} runs …", spinner="dots"):
-        outcome = _outcome(scenario, options, faults, runs, seed)
-        compared = max(runs // 5, 2) if compare else 0
-        is_recorded = bool(faults) and options["years"] != "rates"
-        report = make_report(outcome, scenario.failures.source, compared, is_recorded=is_recorded)
+    with make_console().status(f"playing {runs:,} runs …", spinner="dots"), in_words_of(options, _FIELDS):
+        report = simulate(runs=runs, seed=seed, compare=compare, **options)
     _show(report, as_json, html)
 
 
@@ -126,181 +113,14 @@ _FIELDS = {
     "smallest_hosts": "smallest",
 }
 """Options by fields of the simulation that are called otherwise."""
-_RECORDED_HOSTS = 400  # of InfiniteHBD-Trace
-_MOST_REPLAYED = 20_000_000  # faults of all runs together, which are held at once
-
-
-def _refuse_contradictions(options: dict[str, Any], compare: bool) -> None:
-
-    for name in ("years", "trace_hosts"):
-        if options["trace"] is None and options[name] is not None:
-            field = f"--{name.replace('_', '-')}"
-            raise UserError("is about recorded faults", cure="give --trace FILE", field=field, value=options[name])
-    for name, usual in (("shrink_by", 1), ("smallest", 0), ("patience_s", 0.0)):
-        if options["when_missing"] == "wait" and options[name] != usual:
-            field, cure = f"--{name.replace('_', '-')}", "add --when-missing shrink, or leave it out"
-            raise UserError("is about a job that shrinks", cure=cure, field=field, value=options[name])
-    options["trace_hosts"] = options["trace_hosts"] or _RECORDED_HOSTS
-    if options["trace"] is None:
-        return
-    if compare and options["years"] != "rates":
-        cure = "add --years rates, or leave out one of the two"
-        raise UserError("plays failures drawn from rates, not recorded ones", cure=cure, field="--compare")
-    for name in ("per_1000_host_days", "lemon_share", "lemon_times"):
-        if options[name] is not None:
-            field = f"--{name.replace('_', '-')}"
-            raise UserError("is about rates, not recorded faults", cure="leave out one of the two", field=field)
-
-
-def _recorded(options: dict[str, Any]) -> list[Fault]:
-    if options["trace"] is None:
-        return []
-    from phalanx.simulate.failure_trace import read_trace
-
-    faults = read_trace(options["trace"])
-    names = len({fault.node for fault in faults})
-    if not faults:
-        raise UserError("there are no faults", cure="give another file", field="--trace", value=str(options["trace"]))
-    if names > options["trace_hosts"]:
-        cure = f"give {names} at least"
-        raise UserError("more hosts had faults", cure=cure, field="--trace-hosts", value=options["trace_hosts"])
-    return faults
-
-
-def _days_of(faults: list[Fault]) -> float:
-    return max(fault.ends_s for fault in faults) / 86_400
-
-
-def _scenario(options: dict[str, Any], faults: list[Fault]) -> FailureScenario:
-    """What the options say, with the best interval and number of spares where these are asked for."""
-    from phalanx.simulate.failure_model import Checkpoints, FailureScenario
-    from phalanx.simulate.failure_simulation import (
-        best_interval,
-        best_spares,
-        require_playable,
-        with_interval,
-        with_spares,
-    )
-
-    interval_s, spares = _or_best(options, "interval", float), _or_best(options, "spares", int)
-    persist_s, memory_s = options["persist_s"], options["memory_interval_s"]
-    at_least_s = interval_s or max(1800.0, persist_s, memory_s)
-    saved = Checkpoints(at_least_s, options["stall_s"], persist_s, memory_s, options["memory_stall_s"])
-    pool = _pool(options, spares or 0)
-    scenario = FailureScenario(_work(options, faults), _failures(options, faults), _recovery(options), saved, pool)
-    _check_sense(scenario)
-    require_playable(scenario, scenario.all_hosts)
-    if interval_s is None:
-        scenario = with_interval(scenario, best_interval(scenario))
-    if spares is None:
-        scenario = with_spares(scenario, best_spares(scenario))
-    if faults and options["years"] != "rates" and scenario.all_hosts > options["trace_hosts"]:
-        problem = f"{scenario.all_hosts} hosts are more than the {options['trace_hosts']} that were recorded"
-        raise UserError(problem, cure="take fewer devices and spares, or --years rates", field="--devices")
-    return scenario
-
-
-def _check_sense(scenario: FailureScenario) -> None:
-    """Whether the job is large enough to shrink, and a checkpoint is ever due, and durable, while it is watched."""
-    if scenario.pool.shrink_by > scenario.work.hosts:
-        cure = f"name a number up to {scenario.work.hosts}"
-        raise UserError("the job is not so large", cure=cure, field="shrink_by", value=scenario.pool.shrink_by)
-    saved, watched_s = scenario.checkpoints, scenario.work.days * 86_400
-    field = "persist_s" if saved.persist_s > watched_s else "interval_s"
-    if getattr(saved, field) > watched_s:
-        cure = f"give a number below {watched_s:g}, or more --days"
-        problem = f"no checkpoint would be saved in {scenario.work.days:g} days"
-        raise UserError(problem, cure=cure, field=field, value=getattr(saved, field))
-
-
-def _or_best(options: dict[str, Any], name: str, kind: Callable[[str], float]) -> Any:
-    """The number that was given; None: the best is asked for."""
-
-    text = options[name]
-    if text == "best":
-        return None
-    try:
-        value = kind(text)
-    except ValueError:
-        raise UserError("it is no number", cure="give one, or best", field=f"--{name}", value=text) from None
-    if not value >= (1e-3 if name == "interval" else 0):
-        cure = "give a millisecond at least" if name == "interval" else "give 0 or more"
-        raise UserError("it is out of range", cure=cure, field=f"--{name}", value=text)
-    return value
-
-
-def _work(options: dict[str, Any], faults: list[Fault]) -> Work:
-    from phalanx.simulate.failure_model import Work
-
-    hosts, left = divmod(options["devices"], options["devices_per_host"])
-    if left:
-        cure = f"give a multiple of {options['devices_per_host']}, or --devices-per-host"
-        raise UserError("they fill no whole number of hosts", cure=cure, field="--devices", value=options["devices"])
-    days = options["days"]
-    if days is None:
-        days = _days_of(faults) if faults else 30.0
-    return Work(hosts, options["devices_per_host"], options["step_s"], options["steps"], days, options["price"])
-
-
-def _failures(options: dict[str, Any], faults: list[Fault]) -> Failures:
-    from dataclasses import replace
-
-    from phalanx.simulate.failure_model import load_failures, require
-    from phalanx.simulate.failure_trace import rates_of
-
-    if faults:
-        failures = rates_of(faults, options["trace_hosts"], _days_of(faults))
-    else:
-        failures = load_failures(options["failures"])
-    rate = options["per_1000_host_days"]
-    if rate is not None:
-        require("per_1000_host_days", rate, 0, 1e9)
-        failures = replace(failures.scaled(rate / 1000), source=f"{rate:g} per 1,000 host-days, as {failures.source}")
-    given = {name: options[name] for name in ("lemon_share", "lemon_times") if options[name] is not None}
-    return replace(failures, evict_after=options["evict_after"], idle_ratio=options["idle_ratio"], **given)
-
-
-def _recovery(options: dict[str, Any]) -> Recovery:
-    from phalanx.simulate.failure_model import Recovery
-
-    names = ("detection_s", "restart_s", "load_s", "memory_load_s", "queue_s", "find_slow_s", "spread")
-    return Recovery(**{name: options[name] for name in (*names, "planned_per_day", "planned_s")})
-
-
-def _pool(options: dict[str, Any], spares: int) -> Pool:
-    from phalanx.simulate.failure_model import Pool
-
-    names = ("cold", "provision_s", "when_missing", "shrink_by", "patience_s")
-    return Pool(spares, smallest_hosts=options["smallest"], **{name: options[name] for name in names})
-
-
-def _outcome(
-    scenario: FailureScenario, options: dict[str, Any], faults: list[Fault], runs: int, seed: int
-) -> RunsOutcome:
-    from phalanx.simulate import failure_trace
-    from phalanx.simulate.failure_simulation import simulate, simulate_histories
-
-    years, hosts = options["years"] or "blocks", options["trace_hosts"]
-    if not faults or years == "rates":
-        return simulate(scenario, runs, seed)
-    if runs * len(faults) > _MOST_REPLAYED:
-        cure = f"give {_MOST_REPLAYED // len(faults):,} at most, or --years rates"
-        raise UserError(f"{len(faults):,} faults cannot be played so often", cure=cure, field="--runs", value=runs)
-    if years == "recorded":
-        history = failure_trace.replay(faults, runs, seed, hosts)
-    elif years == "hosts":
-        history = failure_trace.by_hosts(faults, runs, seed, hosts)
-    else:
-        history = failure_trace.by_blocks(faults, runs, seed, hosts, _days_of(faults))
-    return simulate_histories(scenario, [history], seed)
 
 
 def _show(report: FailureReport, as_json: bool, html: Path | None) -> None:
-    from phalanx.cli.tables import make_console, tell_page
+    from phalanx.cli.tables import make_console, print_page_path
     from phalanx.simulate.failure_report import head_lines, months_json, months_text
 
     if html is not None:
-        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.figures.pages.page_blocks import write_page
         from phalanx.simulate.failure_report import months_figures, months_sections
 
         write_page(html, head_lines(report)[0], months_sections(report), months_figures(report))
@@ -309,4 +129,4 @@ def _show(report: FailureReport, as_json: bool, html: Path | None) -> None:
         return
     console = make_console()
     console.print(months_text(report), highlight=False)
-    tell_page(console, html)
+    print_page_path(console, html)

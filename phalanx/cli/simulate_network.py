@@ -86,7 +86,7 @@ def command(
     Without CONFIG and --traffic the job is the 175B model of MegaScale, pipeline 8 x tensor 8 with 6 chunks, a batch
     of 6,144. Options describe the network as it is; below it come usual what-ifs, each a change of one thing.
     """
-    from phalanx.plan.hardware.hardware_files import load_cluster
+    from phalanx.plan.hardware.cluster import load_cluster
     from phalanx.simulate.network_scenario import make_scenario
     from phalanx.simulate.network_settings import network_of
     from phalanx.simulate.network_simulation import what_if
@@ -95,7 +95,8 @@ def command(
     network = network_of(machine, fabric)
     sent = _traffic(config, overrides, traffic, machine)
     with in_words_of({**options, "draws": draws}, _OPTIONS):
-        base = make_scenario("this network", network, _changes(options))
+        changes = {_OPTION_KEYS.get(name, name): value for name, value in options.items() if value is not None}
+        base = make_scenario("this network", network, changes)
         scenarios = _scenarios(base, scenario, alone)
         report = what_if(network, sent, scenarios, draws, curves=as_json or html is not None)
     _show(report, network, sources=sources, as_json=as_json, html=html)
@@ -103,11 +104,6 @@ def command(
 
 _OPTION_KEYS = {"oversubscription": "tor_oversubscription", "rails": "rail_optimised", "fabric_hosts": "hosts"}
 _OPTIONS = {**{key: name for name, key in _OPTION_KEYS.items()}, "timeout_exponent": "retransmit_timeout"}
-
-
-def _changes(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that were given, by the keys that scenarios have."""
-    return {_OPTION_KEYS.get(name, name): value for name, value in options.items() if value is not None}
 
 
 def _scenarios(base: NetworkScenario, file: Path | None, alone: bool) -> tuple[NetworkScenario, ...]:
@@ -119,7 +115,6 @@ def _scenarios(base: NetworkScenario, file: Path | None, alone: bool) -> tuple[N
 
 
 def _traffic(config: Path | None, overrides: tuple[str, ...], file: Path | None, cluster: Cluster) -> Traffic:
-    """What a step sends: of a file, of the run that a config describes, or of the usual job."""
     from phalanx.core.errors import UserError
     from phalanx.simulate.traffic import read_traffic, traffic_of
 
@@ -132,7 +127,7 @@ def _traffic(config: Path | None, overrides: tuple[str, ...], file: Path | None,
 
 
 def _predicted(config: Path, overrides: tuple[str, ...], cluster: Cluster) -> Prediction:
-    from phalanx.cli.planning import check_devices, plan_of
+    from phalanx.api.planning import check_devices, plan_of
     from phalanx.core.config import load
     from phalanx.plan.predict import predict
     from phalanx.train.config import RunConfig
@@ -174,21 +169,21 @@ def _usual(cluster: Cluster) -> Prediction:
 
 def _show(report: Any, network: NetworkDescription, *, sources: bool, as_json: bool, html: Path | None) -> None:
     if html is not None:
-        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.figures.pages.page_blocks import write_page
         from phalanx.simulate.network_report import network_figures, network_sections
 
         write_page(html, f"Network of {report.cluster}", network_sections(report), network_figures(report))
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=1, allow_nan=False))
         return
-    from phalanx.cli.tables import make_console, tell_page
+    from phalanx.cli.tables import make_console, print_page_path
     from phalanx.simulate.network_report import report_text
 
     console = make_console()
     console.print(report_text(report, width=console.width), highlight=False)
     if sources:
         console.print(_sources(network), highlight=False)
-    tell_page(console, html)
+    print_page_path(console, html)
 
 
 def _sources(network: NetworkDescription) -> Table:

@@ -12,7 +12,7 @@ import click
 from phalanx.cli.options import AS_JSON, HTML, in_words_of
 
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
-    from phalanx.simulate.stragglers import StragglerScenario, Waits
+    from phalanx.simulate.straggler_report import StragglerScenario, Waits
 
 _EXAMPLES = """\b
 Examples:
@@ -50,20 +50,19 @@ def command(cluster: str, as_json: bool, html: Path | None, **options: Any) -> N
     Slow hosts: with as many as there are where nobody looks for them, and where they are found and replaced. How
     often one gets slow is InfiniteHBD-Trace's (41 faults of 400 hosts in 349 days).
     """
-    from phalanx.simulate.stragglers import waits_by_size
+    from phalanx.simulate.straggler_report import waits_by_size
 
     question = _question(cluster, options)
     _show(question, waits_by_size(question), as_json, html)
 
 
 def _question(cluster: str, options: dict[str, Any]) -> StragglerScenario:
-    """What the options say; what they leave open is the cluster's."""
     from dataclasses import replace
 
-    from phalanx.plan.hardware.hardware_files import load_cluster
-    from phalanx.plan.slowest_of_n import spread_of
+    from phalanx.plan.hardware.cluster import load_cluster
+    from phalanx.plan.overheads import spread_of
     from phalanx.simulate.failure_model import require
-    from phalanx.simulate.stragglers import StragglerScenario
+    from phalanx.simulate.straggler_report import StragglerScenario
 
     machine = load_cluster(cluster)
     names = ("slow_share", "slow_excess", "lasting_sigma", "pass_sigma")
@@ -83,12 +82,12 @@ def _question(cluster: str, options: dict[str, Any]) -> StragglerScenario:
 
 
 def _show(question: StragglerScenario, rows: Sequence[Waits], as_json: bool, html: Path | None) -> None:
-    from phalanx.cli.tables import make_console, tell_page
-    from phalanx.simulate.stragglers import stragglers_json, stragglers_text
+    from phalanx.cli.tables import make_console, print_page_path
+    from phalanx.simulate.straggler_report import stragglers_json, stragglers_text
 
     if html is not None:
-        from phalanx.plan.report.page_blocks import write_page
-        from phalanx.simulate.stragglers import stragglers_figures, stragglers_sections
+        from phalanx.figures.pages.page_blocks import write_page
+        from phalanx.simulate.straggler_report import stragglers_figures, stragglers_sections
 
         sections = stragglers_sections(question, rows)
         write_page(html, "Waiting for the slowest", sections, stragglers_figures(rows))
@@ -97,4 +96,4 @@ def _show(question: StragglerScenario, rows: Sequence[Waits], as_json: bool, htm
         return
     console = make_console()
     console.print(stragglers_text(question, rows), highlight=False)
-    tell_page(console, html)
+    print_page_path(console, html)

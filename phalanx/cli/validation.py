@@ -7,11 +7,17 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.tables import make_console, tell_page
+from phalanx.cli.tables import make_console, print_page_path
 from phalanx.core.errors import UserError
-from phalanx.plan.report.page_blocks import Heading, write_page
-from phalanx.plan.report.report_page import validation_figures, validation_sections
-from phalanx.plan.report.validation_text import own_json, own_text, validation_json, validation_text
+from phalanx.figures.pages.page_blocks import Heading, write_page
+from phalanx.plan.report.validation_report import (
+    own_json,
+    own_text,
+    validation_figures,
+    validation_json,
+    validation_sections,
+    validation_text,
+)
 from phalanx.plan.validate.compare import ablation, compare_all, compare_own
 from phalanx.plan.validate.left_out import judge, rows_of
 from phalanx.plan.validate.published import TABLES
@@ -20,11 +26,7 @@ _TITLE = "Predicted against published step times"
 
 
 def validate(folder: Path | None, *, all_rows: bool, with_spread: bool, as_json: bool, html: Path | None) -> None:
-    """Compare all tables of `folder`, and show them as asked.
-
-    Raises:
-        UserError: there are none, or one cannot be read.
-    """
+    """Compare all tables of `folder`, and show them as asked."""
     results = compare_all(folder or TABLES, with_spread)
     if not results:
         cure = "name its files as those of phalanx/plan/validate/tables"
@@ -40,15 +42,11 @@ def validate(folder: Path | None, *, all_rows: bool, with_spread: bool, as_json:
     console = make_console()
     shown = validation_text(results, changes, left_out, width=console.width, all_rows=all_rows)
     console.print(shown, highlight=False)
-    tell_page(console, html)
+    print_page_path(console, html)
 
 
 def validate_own(file: Path, cluster: str | None, software: str | None, *, as_json: bool, html: Path | None) -> None:
-    """Predict steps of one's own, and say which efficiency they have.
-
-    Raises:
-        UserError: the file cannot be read, or a row cannot be run as it says.
-    """
+    """Predict steps of one's own, and say which efficiency they have."""
     if html is not None:
         cure = "leave it out; --json has all of it"
         raise UserError("is about published tables", cure=cure, field="--html", value=str(html))

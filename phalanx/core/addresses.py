@@ -22,6 +22,19 @@ def is_loopback(address: str) -> bool:
     return (mapped or found).is_loopback
 
 
+def own_address(host: str) -> tuple[str, socket.AddressFamily]:
+    """By which address this machine reaches `host`; nothing is sent for it.
+
+    Raises:
+        OSError: `host` is unknown, or there is no way to it.
+    """
+    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    family, *_, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0], family
+
+
 def host_of(address: str) -> str:
     """The host of an address that may have a port."""
     if address.startswith("["):
@@ -46,16 +59,11 @@ def names_interface(pattern: str, name: str, *, exact: bool = False) -> bool:
     return bool(parts) and found is not excluding
 
 
-def loopback_interface() -> str | None:
-    """The name of this machine's loopback interface; None: it has none that we know."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
 def stay_here() -> dict[str, str]:
     """Variables by which libraries that open sockets of their own between ranks keep to loopback.
 
     Gloo would listen at the address that the name of the machine stands for, which others may reach.
     """
-    name = loopback_interface()
+    names = {name for _, name in socket.if_nameindex()}
+    name = next((name for name in ("lo", "lo0") if name in names), None)
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

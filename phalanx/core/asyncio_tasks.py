@@ -1,6 +1,6 @@
-"""Tasks that nobody awaits: what they raise is told to their loop, whose handler writes it down.
+"""Tasks that nothing awaits: what they raise goes to their loop's exception handler, which writes it down.
 
-asyncio itself says so only when a task is thrown away, and of one that is held it never does.
+asyncio itself does so only when a task is thrown away, and never for one that is held.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def told(task: asyncio.Task[T], what: str) -> asyncio.Task[T]:
-    """Have the loop's exception handler told when this task fails; gives the task.
-
-    Args:
-        what: it does, such as ``the end of host-3``.
-    """
-    task.add_done_callback(partial(_tell, what))
+def report_failure(task: asyncio.Task[T], what: str) -> asyncio.Task[T]:
+    """The task, whose failure its loop's handler reports; `what` it does is such as ``the end of host-3``."""
+    task.add_done_callback(partial(_report, what))
     return task
 
 
-def _tell(what: str, task: asyncio.Task[Any]) -> None:
+def _report(what: str, task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         task.get_loop().call_exception_handler({"message": f"{what} has failed", "exception": error, "task": task})

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -25,7 +25,23 @@ MOST = (1 << 63) - 1
 """The largest whole number of a setting, either way: what 64 bits hold."""
 
 
-class Config(BaseModel):
+if TYPE_CHECKING:  # it has no public name
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _ToldByField(ModelMetaclass):
+    """Of a config that is made in Python, what is refused is told as it is of a file."""
+
+    def __call__(self, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except ValidationError as error:
+            raise _told(cast("type[Config]", self), error) from None
+
+
+class Config(BaseModel, metaclass=_ToldByField):
     """Base of every component's config: frozen, unknown keys and numbers that are not finite refused, defaults checked.
 
     Declare fields with ``Field(default, ..., description="what it is, with its unit")``. Cross-field checks go in a
@@ -38,7 +54,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Where a number is wanted, true is none, and a whole one has to fit into 64 bits."""
+        # To Python true is a number, and whole numbers have no end; to a config neither holds.
         kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
         items = value if isinstance(value, list | tuple) else [value]
         if bool not in kinds and kinds & {int, float} and any(isinstance(item, bool) for item in items):
@@ -68,17 +84,31 @@ def load(kind: type[C], path: Path | None, overrides: Sequence[str] = ()) -> Loa
     """Read `path`, apply ``key=value`` overrides in order, and check the result against `kind`.
 
     Raises:
-        UserError: the file is missing or no TOML, an override has no ``=``, a key is unknown, a value is refused.
+        UserError: the file is missing or not TOML, an override has no ``=``, a key is unknown, a value is refused.
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if path is not None:
-        text = _read(path)
-        tree = _parse(text, path)
+        where = str(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = tomllib.loads(text)
+        except FileNotFoundError:
+            raise UserError("there is no such config file", cure="check the path", value=where) from None
+        except UnicodeDecodeError:
+            raise UserError("is not UTF-8 text", cure="save the config file as UTF-8", value=where) from None
+        except OSError as error:
+            raise UserError(f"cannot be read ({error.strerror})", cure="check the path", value=where) from None
+        # tomllib also raises plain ValueErrors, for example for numbers of more than 4,300 digits.
+        except ValueError as error:
+            raise UserError(f"is not valid TOML: {error}", cure="correct that line", value=where) from None
+        except RecursionError:
+            raise UserError("has brackets within brackets without end", cure="close them", value=where) from None
         origins = {key: f"{path}:{line}" for key, line in key_lines(text).items()}
     for override in overrides:
         key, value = parse_override(override)
         _put(tree, key, value, kind)
+        # An override of a table replaces all that the file says below it.
         origins = {k: o for k, o in origins.items() if not k.startswith(key + ".")}
         origins[key] = "override"
     return Loaded(validate(kind, tree), origins)
@@ -89,25 +119,51 @@ def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(kind, item) for item in _first_causes(error.errors())]
-        if len(problems) == 1:
-            raise problems[0] from None
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise UserError(f"{len(problems)} settings are wrong:{lines}\n ", cure="correct each of them") from None
+        raise _told(kind, error) from None
+
+
+def _told(kind: type[Config], error: ValidationError) -> UserError:
+    """All that is wrong, a line for each setting."""
+    items = error.errors()
+
+    def follows(item: Any) -> bool:
+        # A list may be too short only because pydantic left out an item that is wrong: that one is the cause.
+        here = item["loc"]
+        inner = (other["loc"] for other in items if len(other["loc"]) > len(here))
+        return item["type"] == "too_short" and any(place[: len(here)] == here for place in inner)
+
+    problems = [_explain(kind, item) for item in items if not follows(item)]
+    if len(problems) == 1:
+        return problems[0]
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return UserError(f"{len(problems)} settings are wrong:{lines}\n ", cure="correct each of them")
 
 
 def parse_override(text: str) -> tuple[str, Any]:
     """Split ``a.b=value``; the value is read as TOML and, where it is none, taken as a plain string."""
     key, equals, raw = text.partition("=")
     key = key.strip()
+    # Python hands over bytes of the command line that are not UTF-8 as lone surrogates, which cannot be printed.
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise UserError("is not UTF-8 text", cure="write it in UTF-8", value=text)
     if not equals or not key:
         raise UserError("is not of the form key=value", cure="write for example train.steps=100", value=text)
     try:
+        # As TOML first, so that numbers and lists have their types; then as text, so that a path needs no quotes on a
+        # command line.
         return key, tomllib.loads(f"value = {raw}")["value"]
     except (ValueError, RecursionError):  # Python reads no number of thousands of digits
         return key, raw
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The TOML file at `path`, where no schema is at hand."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError("cannot be read", cure=f"look at the file: {error.strerror}", field=str(path)) from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, endless digits or brackets
+        raise UserError(f"is no TOML: {error}", cure="correct it there", field=str(path)) from error
 
 
 def key_lines(text: str) -> dict[str, int]:
@@ -124,6 +180,7 @@ def key_lines(text: str) -> dict[str, int]:
             leaves = list(_leaves(tomllib.loads("\n".join(lines[:end]))))
         except tomllib.TOMLDecodeError:
             continue
+        # An entry of several lines, such as a list, begins at its first line that is neither blank nor a comment.
         first = next(
             (i for i in range(start, end) if lines[i].strip() and not lines[i].lstrip().startswith("#")), start
         )
@@ -134,7 +191,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def walk(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yield ``(dotted key, value, field)`` for every leaf of a config, in order of declaration."""
+    """``(dotted key, value, field)`` of every leaf of a config, in order of declaration."""
     for name, field in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)
         if isinstance(value, Config):
@@ -147,33 +204,13 @@ def walk(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo
 
 
 def known_keys(kind: type[Config], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key that `kind` accepts; items of lists carry the index 0."""
+    """Every dotted key that `kind` accepts; items of lists carry the index 0."""
     for name, field in kind.model_fields.items():
         key = f"{prefix}{name}"
         yield key
         inner, is_list = _config_inside(field.annotation)
         if inner is not None:
             yield from known_keys(inner, f"{key}.0." if is_list else key + ".")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError("there is no such config file", cure="check the path", value=str(path)) from None
-    except UnicodeDecodeError:
-        raise UserError("is not UTF-8 text", cure="save the config file as UTF-8", value=str(path)) from None
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", cure="check the path", value=str(path)) from None
-
-
-def _parse(text: str, path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:
-        raise UserError(f"is not valid TOML: {error}", cure="correct that line", value=str(path)) from None
-    except RecursionError:
-        raise UserError("has brackets within brackets without end", cure="close them", value=str(path)) from None
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any, kind: type[Config]) -> None:
@@ -213,57 +250,43 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
             yield key
 
 
-def _first_causes(items: Sequence[Any]) -> list[Any]:
-    """Without the complaint that a list is too short when it is so only because pydantic left out a wrong item."""
-
-    def follows(item: Any) -> bool:
-        here = item["loc"]
-        inner = (other["loc"] for other in items if len(other["loc"]) > len(here))
-        return item["type"] == "too_short" and any(place[: len(here)] == here for place in inner)
-
-    return [item for item in items if not follows(item)]
-
-
 def _explain(kind: type[Config], item: Any) -> UserError:
-    """One pydantic error as a `UserError` of our form."""
     dotted = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         return _unknown(kind, dotted)
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
+        # Validators of ours write "problem: cure", see `Config`.
         problem, _, cure = message.partition(": ")
         where = {"field": dotted} if dotted else {}
         return UserError(problem, cure=cure or "change one of them", **where)
     if item["type"] == "missing":
         return UserError("is required and was not given", cure=f"add {dotted} to the config", field=dotted)
-    return UserError(message[:1].lower() + message[1:], cure=_describe(kind, dotted), field=dotted, value=item["input"])
+    field: FieldInfo | None = None
+    inner: type[Config] | None = kind
+    for part in dotted.split("."):
+        if not part.isdigit() and inner is not None and part in inner.model_fields:
+            field = inner.model_fields[part]
+            inner, _ = _config_inside(field.annotation)
+    described = field is not None and field.description
+    cure = f"it is: {described}" if described else "see `phalanx explain` for what it takes"
+    return UserError(message[:1].lower() + message[1:], cure=cure, field=dotted, value=item["input"])
 
 
 def _unknown(kind: type[Config], dotted: str) -> UserError:
     normal = ".".join("0" if part.isdigit() else part for part in dotted.split("."))
     known = list(known_keys(kind))
+    # The section itself would be the nearest match of many misspelt keys in it, and no cure.
     sections = {key for key in known if any(other.startswith(f"{key}.") for other in known)}
     keys = [key for key in known if key not in sections or not normal.startswith(f"{key}.")]
     close = difflib.get_close_matches(normal, keys, n=1, cutoff=0.6)
     if not close:
+        # Perhaps the right name in the wrong section.
         by_name = {key.rsplit(".", 1)[-1]: key for key in keys}
         near = difflib.get_close_matches(normal.rsplit(".", 1)[-1], by_name, n=1, cutoff=0.7)
         close = [by_name[near[0]]] if near else []
     cure = f"did you mean {close[0]}?" if close else "see `phalanx explain` for the keys"
     return UserError("there is no such setting", cure=cure, field=dotted)
-
-
-def _describe(kind: type[Config], dotted: str) -> str:
-    field: FieldInfo | None = None
-    inner: type[Config] | None = kind
-    for part in dotted.split("."):
-        if part.isdigit() or inner is None or part not in inner.model_fields:
-            continue
-        field = inner.model_fields[part]
-        inner, _ = _config_inside(field.annotation)
-    if field is None or not field.description:
-        return "see `phalanx explain` for what it takes"
-    return f"it is: {field.description}"
 
 
 def _kinds(annotation: Any) -> Iterator[type]:

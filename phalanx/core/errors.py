@@ -25,3 +25,9 @@ class UserError(ValueError):
         if value is not _ABSENT:
             where = f"{where} = {value!r}" if where else repr(value)
         super().__init__(f"{where}: {problem}; {cure}" if where else f"{problem}; {cure}")
+
+
+def not_permitted(place: object) -> UserError:
+    """The error where this user may not read a file or a folder."""
+    cure = "ask its owner for it (chmod -R g+rX, and a group that you share), or run this as a user who may"
+    return UserError(f"{place} cannot be read (permission denied)", cure=cure)

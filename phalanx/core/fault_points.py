@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from phalanx.core.errors import UserError
@@ -24,9 +25,8 @@ FAULTS = "PHALANX_FAULTS"
 class Points:
     """Actions by the name of the point at which they happen.
 
-    Args:
-        actions: name of a point -> function called with the keyword details given to `reach`. Whatever it raises is
-            raised at the point. Names that no code reaches are never called.
+    An action is called with the keyword details given to `reach`; whatever it raises is raised at the point. Names that
+    no code reaches are never called.
     """
 
     __slots__ = ("_actions",)
@@ -35,7 +35,7 @@ class Points:
         self._actions = dict(actions or {})
 
     def reach(self, name: str, **details: Any) -> None:
-        """Say that execution stands at `name`; costs one dictionary look-up where no action waits for it."""
+        """Execution stands at `name`; costs one dictionary look-up where no action waits for it."""
         action = self._actions.get(name)
         if action is not None:
             action(**details)
@@ -51,17 +51,15 @@ def points_from_environment(environment: Mapping[str, str] = os.environ) -> Poin
     Raises:
         UserError: it is not written as above.
     """
-    return Points(dict(_killing(word) for word in environment.get(FAULTS, "").split()))
+    actions: dict[str, Action] = {}
+    for word in environment.get(FAULTS, "").split():
+        name, _, number = word.partition(":")
+        if not name or not (number or "1").isdecimal() or int(number or 1) < 1:
+            raise UserError("is no fault point", cure="write name or name:n, n from 1", field=FAULTS, value=word)
+        actions[name] = partial(_kill, itertools.count(1), int(number or 1))
+    return Points(actions)
 
 
-def _killing(word: str) -> tuple[str, Action]:
-    name, _, number = word.partition(":")
-    if not name or not (number or "1").isdecimal() or int(number or 1) < 1:
-        raise UserError("is no fault point", cure="write name or name:n, n from 1", field=FAULTS, value=word)
-    times = itertools.count(1)  # its next() is one step of the interpreter, whatever thread calls it
-
-    def kill(**details: Any) -> None:
-        if next(times) == int(number or 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return name, kill
+def _kill(times: Iterator[int], number: int, **details: Any) -> None:
+    if next(times) == number:  # next() of a counter is one step of the interpreter, whatever thread calls it
+        os.kill(os.getpid(), signal.SIGKILL)

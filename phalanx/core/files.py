@@ -1,6 +1,6 @@
 """Files as a whole: written so that a reader never sees half of one, and read so that nothing else is taken for one.
 
-Private files are those of a cache that belongs to one user: whoever reads one believes only what this user has written.
+Private files are those of a cache that belongs to one user: a reader trusts only what this user has written.
 They are kept in ``$XDG_CACHE_HOME/phalanx/warm``, or where PHALANX_WARM_CACHE says.
 
 `folder_lock` keeps a folder for one process at a time.
@@ -24,11 +24,12 @@ from typing import Any, BinaryIO
 
 from phalanx.core.errors import UserError
 
+_BLOCK_BYTES = 1 << 18
 _KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
 
 
 class OddFileError(OSError):
-    """Where a file should be lies what is none, or what is larger than such a file can be; `strerror` says what."""
+    """Where a file should be lies something else, or a file larger than such a file can be; `strerror` says what."""
 
 
 class StoreFailedError(OSError):
@@ -38,7 +39,7 @@ class StoreFailedError(OSError):
     """
 
     def to_user(self) -> UserError:
-        """What a person is told of it; names the object."""
+        """The error as a person reads it; names the object."""
         return UserError(
             f"the store failed ({self.strerror})",
             cure="nothing says that what lies there is damaged: start again when the store answers",
@@ -52,11 +53,7 @@ class StoreRefusedError(StoreFailedError, PermissionError):
 
 @contextmanager
 def store_failures_told() -> Iterator[None]:
-    """What the block does with a store, with the store's failures as what a person is told.
-
-    Raises:
-        UserError: the store failed.
-    """
+    """The block's failures of a store as a `UserError`."""
     try:
         yield
     except StoreFailedError as error:
@@ -66,18 +63,15 @@ def store_failures_told() -> Iterator[None]:
 def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
     """Open a file for reading, without waiting for anybody, whatever lies there; links are followed.
 
-    Args:
-        path: of the file.
-        most_bytes: what such a file can have; None: any number.
-
     Raises:
-        OddFileError: it is a directory, a FIFO, a socket, a device, a link to nothing, or larger.
+        OddFileError: it is a directory, a FIFO, a socket, a device, a link to nothing, or has more than `most_bytes`.
         OSError: it cannot be opened; FileNotFoundError: nothing lies there.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        if error.errno == errno.ENXIO or (error.errno in (errno.ENOENT, errno.ELOOP) and os.path.lexists(path)):
+        # Not whether anything lies there by now: a file may have come between the two calls.
+        if error.errno == errno.ENXIO or (error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink()):
             what = "a socket" if error.errno == errno.ENXIO else "a link to nothing"
             raise _no_file(path, what) from None
         raise
@@ -94,14 +88,37 @@ def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
         raise
 
 
+def first_refused(*places: Path) -> Path | None:
+    """The first file or folder that this user may not read, of these and of what lies below; None: there is none.
+
+    What is not there is passed over, and links below a folder are not followed.
+    """
+    for place in places:
+        if _is_refused(place):
+            return place
+        for folder, folders, files in os.walk(place):
+            for name in sorted((*folders, *files)):
+                if _is_refused(path := Path(folder, name)):
+                    return path
+    return None
+
+
+def _is_refused(path: Path) -> bool:
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return not os.access(path, os.R_OK | os.X_OK if is_folder else os.R_OK) and path.exists()
+
+
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """All of a small file; args and errors as of `open_regular`."""
+    """All of a small file; errors as of `open_regular`."""
     with open_regular(path, most_bytes) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def too_large(path: Path | str, size_bytes: int, most_bytes: int) -> OddFileError:
-    """What is said of a file that is larger than such a file can be, before any of it is read."""
+    """The error for a file that is larger than such a file can be, before any of it is read."""
     problem = f"it has {size_bytes:,} bytes, more than the {most_bytes:,} that it can have"
     return OddFileError(errno.EFBIG, problem, str(path))
 
@@ -187,25 +204,42 @@ def make_private(folder: Path) -> bool:
     """Make a folder, if need be; whether it is a folder of this user that nobody else can write to."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return is_private(folder.lstat(), stat.S_ISDIR)
+        return _is_private(folder.lstat(), stat.S_ISDIR)
     except OSError:
         return False
 
 
-def is_private(found: os.stat_result, is_kind: Any) -> bool:
-    """Whether a file or folder is of this kind, this user's, and nobody else's to write to."""
+def _is_private(found: os.stat_result, is_kind: Any) -> bool:
+    """Whether a file or folder is of this kind, this user's, and others may not write to it."""
     return bool(is_kind(found.st_mode)) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
+def lines_backwards(file: BinaryIO, end: int | None = None) -> Iterator[bytes]:
+    """The lines of a file, the last first, without their ends; of its first `end` bytes, None: of all."""
+    size = file.seek(0, os.SEEK_END)
+    start, rest, is_end = size if end is None else min(size, end), b"", True
+    while start > 0:
+        begin = max(start - _BLOCK_BYTES, 0)
+        file.seek(begin)
+        block = file.read(start - begin) + rest
+        if is_end:
+            block, is_end = block.removesuffix(b"\n"), False
+        rest, *lines = block.split(b"\n")
+        yield from reversed(lines)
+        start = begin
+    if rest or not is_end:
+        yield rest
+
+
 def read_private(path: Path, most_bytes: int) -> bytes | None:
-    """The content of a regular file that only this user can write to; None where it is none."""
+    """The content of a regular file that only this user can write to; else None."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if not is_private(found, stat.S_ISREG) or found.st_size > most_bytes:
+        if not _is_private(found, stat.S_ISREG) or found.st_size > most_bytes:
             return None
         with contextlib.suppress(OSError):
             return file.read(most_bytes)
@@ -215,11 +249,7 @@ def read_private(path: Path, most_bytes: int) -> bytes | None:
 def write_private(path: Path, data: bytes, *, is_durable: bool = False) -> None:
     """Replace a file by one that is this user's alone whatever the umask, all at once.
 
-    Args:
-        is_durable: a power cut leaves the old or the new one; else maybe a part of it.
-
-    Raises:
-        OSError: it cannot be written.
+    If not `is_durable`, a power cut may leave a part of it.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -235,7 +265,7 @@ def write_private(path: Path, data: bytes, *, is_durable: bool = False) -> None:
 
 
 def prune(folder: Path, pattern: str, most: int) -> None:
-    """Remove what was used longest ago, so that so many are left."""
+    """Remove what was used longest ago, so that `most` are left."""
     with contextlib.suppress(OSError):
         found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in found[most:]:
@@ -246,9 +276,9 @@ def prune(folder: Path, pattern: str, most: int) -> None:
 
 @contextmanager
 def folder_lock(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Make `folder` and hold its lock; `waiting` is called once when another process has it.
+    """Make `folder` and hold its lock (flock on the file ``lock``), which goes with the process, however that ends.
 
-    The lock (flock on the file ``lock``) goes with the process that holds it, however that ends.
+    `waiting` is called once when another process has it.
 
     Raises:
         UserError: the folder cannot be made or written to.
@@ -267,7 +297,7 @@ def folder_lock(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def friendly_os_errors(folder: Path) -> Iterator[None]:
-    """Turn what the system says about `folder` into a `UserError` with its cure: a full disk, no right to write."""
+    """Turn a full disk, or no right to write in `folder`, into a `UserError` with its cure."""
     try:
         yield
     except OSError as error:

@@ -5,7 +5,20 @@ A device that is not here is unknown: its MFU prints "n/a" unless its rate was m
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.files import read_regular, write_json
+
+_MOST_BYTES = 1 << 20
+_NEAR = 0.8
+"""Of the best rate that was seen: what is measured below this was measured beside other work."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +67,34 @@ def table_peak(device_name: str, *, bf16: bool) -> Peak | None:
         if name.lower() in device_name.lower():
             return Peak(bf16_flops_per_s if bf16 else fp32_flops_per_s, f"{kind}, data sheet of {name}")
     return None
+
+
+def best_peak(measured: Peak, key: str, environ: Mapping[str, str]) -> Peak:
+    """The best rate that this host has ever shown: what is measured while others compute is too low, and says nothing
+    of the device.
+
+    It is kept in ``$XDG_CACHE_HOME/phalanx/peaks/HOST.json``; what cannot be kept is left out.
+
+    Args:
+        key: what was measured, and how.
+    """
+    home = environ.get("HOME", "")
+    base = environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
+    path = Path(base) / "phalanx" / "peaks" / f"{socket.gethostname()}.json"
+    kept: dict[str, Any] = {}
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_regular(path, _MOST_BYTES)) if base else None
+        kept = found if isinstance(found, dict) else {}
+    best = kept.get(key)
+    if isinstance(best, float) and best > measured.flops_per_s:
+        told = f"{measured.source}, the best that this host has shown"
+        if measured.flops_per_s < _NEAR * best:
+            told += f" ({measured.flops_per_s / best:.0%} of it now: others compute here)"
+        return Peak(best, told)
+    if base:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, kept | {key: measured.flops_per_s})
+    if best is None and os.getloadavg()[0] > (os.cpu_count() or 1):
+        return Peak(measured.flops_per_s, f"{measured.source}, doubtful: others compute here")
+    return measured

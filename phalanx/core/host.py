@@ -1,11 +1,10 @@
-"""What the kernel says of this host below /proc and /sys: small files, the processor, free memory.
+"""What the kernel shows of this host below /proc and /sys: small files, the processor, free memory.
 
 Memory that is to be had heeds the limits of control groups of either version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ PROC = Path("/proc")
 
 
 def read_text(path: Path) -> str | None:
-    """A small file of the kernel, stripped; None where it is not there or does not answer."""
+    """A small file of the kernel, stripped; None where it is missing or does not answer."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -21,7 +20,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> int | None:
-    """A file of the kernel that holds one number; None where it does not."""
+    """A file of the kernel that holds one number; else None."""
     text = read_text(path)
     try:
         return None if text is None else int(text)
@@ -38,7 +37,7 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def boot_id(proc: Path = PROC) -> str:
-    """Changes with every boot; empty where the system does not tell."""
+    """Changes with every boot; empty where the system does not have it."""
     return read_text(proc / "sys/kernel/random/boot_id") or ""
 
 
@@ -54,7 +53,7 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 
 def parse_cpu_ticks(stat: str) -> tuple[int, int] | None:
-    """Time of all cores since the boot in clock ticks, from /proc/stat (see proc(5)): busy, and all; None: not told.
+    """Time of all cores since the boot in clock ticks, from /proc/stat (see proc(5)): busy, and all.
 
     Busy are the hypervisor's other guests, too; guests of this host are within what programs used.
     """
@@ -77,22 +76,16 @@ def own_groups(proc: Path = PROC) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Mount:
-    """A file system at a place of the tree.
+    """A file system at a place of the tree."""
 
-    Attributes:
-        root: which part of it is there.
-        options: of this place, and after them those of the file system.
-        kind: such as ``ext4``.
-    """
-
-    root: str
+    root: str  # which part of it is there
     point: str
-    options: tuple[str, ...]
-    kind: str
+    options: tuple[str, ...]  # of this place, and after them those of the file system
+    kind: str  # such as ``ext4``
 
 
 def parse_mounts(mountinfo: str) -> list[Mount]:
-    """What /proc/self/mountinfo tells (see proc(5)), in the order in which they were mounted."""
+    """The mounts of /proc/self/mountinfo (see proc(5)), in the order in which they were made."""
     found = []
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
@@ -120,8 +113,7 @@ GROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class _Files:
-    """What a version of control groups calls its files: where they are, limit and use (bytes), the cache of files."""
-
+    # Names of the files: where they are, limit and use (bytes), and in memory.stat the cache of files.
     root: str
     limit: str
     used: str
@@ -139,37 +131,25 @@ _FILES = {
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
-    """Memory that could be taken now without swapping; None: not known.
-
-    Args:
-        proc, groups: where the kernel tells of the host and of control groups.
-    """
+    """Memory that could be taken now without swapping; None: not known."""
     on_host = parse_meminfo(read_text(proc / "meminfo") or "").get("MemAvailable")
-    limits = [on_host, *_in_groups(proc, groups)]
+    limits = [on_host]
+    own = own_groups(proc)
+    for controller, files in _FILES.items():
+        if controller in own:
+            # The limits of this process's group and of each that it lies in. In a container the path may be that of the
+            # host, where the container sees its group as the root: groups that are not there are passed over, and the
+            # root is always looked at.
+            group = Path(own[controller].lstrip("/"))
+            limits += [_left_in(groups / files.root / nested, files) for nested in (group, *group.parents)]
     known = [value for value in limits if value is not None]
     return min(known) if known else None
 
 
-def _in_groups(proc: Path, groups: Path) -> Iterator[int | None]:
-    """What the limits of this process's control groups leave: of its own, and of each that it lies in.
-
-    In a container the path that the kernel tells may be that of the host, where the container sees its group as the
-    root: groups that are not there are passed over, and the root is always looked at.
-    """
-    own = own_groups(proc)
-    for controller, files in _FILES.items():
-        if controller in own:
-            group = Path(own[controller].lstrip("/"))
-            yield from (_left_in(groups / files.root / nested, files) for nested in (group, *group.parents))
-
-
 def _left_in(group: Path, files: _Files) -> int | None:
-    """What the limit of one group leaves, None without one.
-
-    (Version 1 has no word for "no limit": it shows a number beyond any machine's memory, which is the least of none.)
-    """
+    # Version 1 shows "no limit" as a number beyond any machine's memory, which is never the least of all limits.
     limit, used = read_number(group / files.limit), read_number(group / files.used)
     if limit is None or used is None:
         return None
-    told = dict(line.split(maxsplit=1) for line in (read_text(group / "memory.stat") or "").splitlines() if " " in line)
-    return max(limit - used + sum(int(told.get(name, 0)) for name in files.cached), 0)
+    stat = dict(line.split(maxsplit=1) for line in (read_text(group / "memory.stat") or "").splitlines() if " " in line)
+    return max(limit - used + sum(int(stat.get(name, 0)) for name in files.cached), 0)

@@ -65,11 +65,7 @@ class Layout:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` sits.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Where `rank` sits; a `ValueError` where there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank = {rank}: this layout has ranks 0 to {self.world_size - 1}")
         digits = []
@@ -111,29 +107,22 @@ class Layout:
 
 
 def divisors(number: int) -> list[int]:
-    """What divides `number`, ascending."""
+    """The divisors of `number`, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A block ``[offsets, offsets + sizes)`` of a logical tensor of `shape`.
-
-    Attributes:
-        shape: of the whole tensor.
-        offsets: first index of the block in every dimension.
-        sizes: shape of the block; a rank may hold nothing (a size of 0).
-        axes: along which ranks hold different blocks; a sum over the whole tensor is complete after adding over them.
-            Along every other axis the block is the same.
-        owner: whether this rank is the one, of those with the same block, that writes it to a checkpoint.
-    """
+    """A block ``[offsets, offsets + sizes)`` of a logical tensor of `shape`; a rank may hold nothing (a size of 0)."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    # along which ranks hold different blocks; a sum over the whole tensor is complete after adding over them. Along
+    # every other axis the block is the same
     axes: tuple[Axis, ...] = ()
-    owner: bool = True
+    owner: bool = True  # whether this rank is the one, of those with the same block, that writes it to a checkpoint
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.offsets) == len(self.sizes):

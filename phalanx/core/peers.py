@@ -21,36 +21,28 @@ class Peers(Protocol):
     @property
     def rank(self) -> int:
         """This rank."""
-        ...
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        ...
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in order of rank, on every rank."""
-        ...
 
     def collect(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in order of rank, on rank 0; None elsewhere, where nobody is waited for."""
-        ...
+        """The values of all ranks, in order of rank, on rank 0; None elsewhere, without a wait."""
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank; what others give is ignored."""
-        ...
 
     def lowest(self, value: Any) -> Any:
         """The lowest of the values that are not None, as Python compares them, on every rank; None where all are."""
-        ...
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        ...
 
     def ask_highest(self, value: int) -> Callable[[], int]:
         """Begin to ask all ranks for a number; what is returned waits for the highest of them."""
-        ...
 
 
 class Copies(Protocol):
@@ -59,52 +51,41 @@ class Copies(Protocol):
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that the group spans."""
-        ...
 
     @property
     def index(self) -> int:
         """This rank's place in the group."""
-        ...
 
     @property
     def size(self) -> int:
         """Ranks in the group."""
-        ...
 
     def broadcast(self, tensor: Any, source: int) -> None:
         """Give the contiguous `tensor` of member `source` to all, in place; every member calls this alike."""
-        ...
 
 
-class Alone:
-    """The only rank of a job."""
-
+class _Alone:
     rank = 0
     size = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Its own value."""
         return [value]
 
     def collect(self, value: Any) -> list[Any] | None:
-        """Its own value."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Its own value."""
         return value
 
     def lowest(self, value: Any) -> Any:
-        """Its own value."""
         return value
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        pass
 
     def ask_highest(self, value: int) -> Callable[[], int]:
-        """Its own number."""
         return lambda: value
 
 
-ALONE = Alone()
+ALONE = _Alone()
 """For the default of a parameter."""

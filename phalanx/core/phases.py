@@ -8,36 +8,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class _Open(threading.local):
-    """Phases that a thread is in, the innermost last."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-
 class Phases:
     """Seconds by phase, in the order in which phases began first; a phase that is entered again adds up.
 
     Phases may be nested. The time of an inner one that is named after the outer one (``mesh``, ``mesh/tensor``) is
     part of that too, and `total_s` counts the outer one alone; that of any other is taken from the outer one's.
+
+    Attributes:
+        intervals: name, begin and end by the clock of each block that was timed here, in the order of their ends.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.seconds: dict[str, float] = {}
-        self._open = _Open()
+        self.intervals: list[tuple[str, float, float]] = []
+        self._threads = threading.local()  # `names`: the phases that a thread is in, the innermost last
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block, also when it raises."""
         self.seconds.setdefault(name, 0.0)
-        around = self._open.names
+        around: list[str] = self._threads.__dict__.setdefault("names", [])
         around.append(name)
         begin = self._clock()
         try:
             yield
         finally:
-            elapsed = self._clock() - begin
+            end = self._clock()
+            elapsed = end - begin
+            self.intervals.append((name, begin, end))
             around.pop()
             self.seconds[name] += elapsed
             if around and not name.startswith(f"{around[-1]}/"):

@@ -6,9 +6,9 @@ knows a torn slot on any processor, and finds the other slot whole when the writ
 The reader never maps the file, so it gets no SIGBUS whatever becomes of that. All times are nanoseconds of the host's
 monotonic clock.
 
-Two may write to one page in one process: whoever counts steps for a script that knows nothing of this, and the script
-itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). Whoever restores a state in
-that process, and keeps checkpoints there, says so in places of their own (`say_restored`, `say_checkpoints`).
+Two may write to one page in one process: code that counts steps for a script that does not report them, and the script
+itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). What a process restored, and
+which checkpoints it keeps, have places of their own on the page (`say_restored`, `say_checkpoints`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PHASE_BYTES = 31
 MESSAGE_BYTES = 95
 
 UNKNOWN = -1
-"""What a number is that nobody knows."""
+"""Of a number that is not known."""
 
 _MAGIC = b"PHLXPAGE"
 # magic, version, bytes of a slot's body, whether the script has claimed the page, whether it numbers its steps
@@ -48,8 +48,11 @@ _RING_AT = 2048
 _RING = 128
 """Own times of the last so many steps, that of step n of this process at place n - 1 modulo this."""
 
-# pid, attempt, step, steps_here, step_ended, step_took, phase_began, expects, busy, busy_total, broken, loss, has loss,
-# texts
+# The numbers of a slot, before loss, has loss, and the two texts.
+_NUMBERS = (
+    "pid", "attempt", "step", "steps_here", "step_ended_ns", "step_took_ns", "phase_began_ns", "expects_ns", "busy_ns",
+    "busy_total_ns", "broken_step",
+)  # fmt: skip
 _BODY = struct.Struct("<11qd?32p96p")
 _SEQUENCE = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
@@ -68,47 +71,27 @@ _READS = 3
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank last said.
+    """The last state that a rank has written."""
 
-    Attributes:
-        pid: of the process that wrote it.
-        attempt: that it belongs to.
-        step: optimizer steps as the run counts them; those of this process where the run does not say.
-        steps_here: optimizer steps of this process.
-        step_ended_ns: when the last of them ended; -1: none has.
-        step_took_ns: from the end of the one before to its end; -1: not known.
-        phase: what the rank says it is in; empty: it says nothing.
-        phase_began_ns: when that began.
-        expects_ns: for how long from then no step need be expected.
-        busy_ns: own time of the last step, without waiting in collectives; -1: not known.
-        busy_total_ns: of all steps of this process; -1: not known.
-        loss: of the last step; None: not known, NaN: that is what it was.
-        message: a short one for people.
-        broken_step: the first step of those in a row until now whose loss is not a finite number; -1: the last one's
-        is.
-        is_absolute: the script gives `step` its numbers, so that they go on where an earlier process has ended.
-        restored: step of the state with which this process began, as whoever restored it says; 0: there was none; -1:
-            not known.
-        checkpoints: what storage can keep up with, where it cannot keep up with what is asked for.
-    """
-
-    pid: int
-    attempt: int = 0
-    step: int = 0
-    steps_here: int = 0
-    step_ended_ns: int = UNKNOWN
-    step_took_ns: int = UNKNOWN
-    phase: str = ""
-    phase_began_ns: int = 0
-    expects_ns: int = 0
-    busy_ns: int = UNKNOWN
-    busy_total_ns: int = UNKNOWN
-    loss: float | None = None
-    message: str = ""
+    pid: int  # of the process that wrote it
+    attempt: int = 0  # that it belongs to
+    step: int = 0  # optimizer steps as the run counts them; those of this process where the run does not say
+    steps_here: int = 0  # optimizer steps of this process
+    step_ended_ns: int = UNKNOWN  # when the last of them ended; -1: none has
+    step_took_ns: int = UNKNOWN  # from the end of the one before to its end; -1: not known
+    phase: str = ""  # of the rank, by its own word; empty: none
+    phase_began_ns: int = 0  # when that began
+    expects_ns: int = 0  # for how long from then no step need be expected
+    busy_ns: int = UNKNOWN  # own time of the last step, without waiting in collectives; -1: not known
+    busy_total_ns: int = UNKNOWN  # of all steps of this process; -1: not known
+    loss: float | None = None  # of the last step; None: not known, NaN: that is what it was
+    message: str = ""  # a short one for people
+    # the first step of those in a row until now whose loss is not finite; -1: the last one's is
     broken_step: int = UNKNOWN
+    # the script gives `step` its numbers, so that they go on where an earlier process has ended
     is_absolute: bool = False
-    restored: int = UNKNOWN
-    checkpoints: str = ""
+    restored: int = UNKNOWN  # step of the state with which this process began; 0: there was none; -1: not known
+    checkpoints: str = ""  # what storage can keep up with, where it cannot keep up with what is asked for
 
 
 class ProgressWriter:
@@ -116,12 +99,6 @@ class ProgressWriter:
 
     What an earlier process or attempt left on the page goes. What this process has written there already, through
     another writer, stays.
-
-    Args:
-        path: of the page, on a file system of this host.
-        attempt: number of the attempt.
-        claims: whether this writer speaks for the script, so that those that only count for it are to stop.
-        clock_ns: the monotonic clock.
 
     Raises:
         OSError: the page cannot be created, such as on a full disk.
@@ -132,6 +109,7 @@ class ProgressWriter:
         path: str | os.PathLike[str],
         attempt: int = 0,
         *,
+        # whether this writer speaks for the script, so that those that only count for it are to stop
         claims: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -142,19 +120,7 @@ class ProgressWriter:
         continues = before is not None and (before.pid, before.attempt) == (pid, attempt)
         said = before if continues and before is not None else Progress(pid, attempt, phase_began_ns=clock_ns())
         self._sequence = _last_sequence(bytes(self._page))
-        self._numbers = [
-            said.pid,
-            said.attempt,
-            said.step,
-            said.steps_here,
-            said.step_ended_ns,
-            said.step_took_ns,
-            said.phase_began_ns,
-            said.expects_ns,
-            said.busy_ns,
-            said.busy_total_ns,
-            said.broken_step,
-        ]
+        self._numbers = [getattr(said, name) for name in _NUMBERS]
         self._loss = said.loss
         self._phase, self._message = said.phase.encode(), said.message.encode()
         claimed = claims or (continues and self.is_claimed)
@@ -169,20 +135,14 @@ class ProgressWriter:
     def resume(self, step: int) -> None:
         """The training goes on after this step: 0, or the last one that what was restored has seen.
 
-        Without it nobody knows where a script is that fails before its first step ends.
+        Without it the step of a script that fails before its first step ends is not known.
         """
         self._page[_NUMBERS_AT] = 1
         self._numbers[2] = step
         self._write()
 
     def step(self, step: int | None = None, *, busy_ns: int = UNKNOWN, loss: float | None = None) -> None:
-        """A step has ended.
-
-        Args:
-            step: its number as the run counts them, from 1; None: one more than the last.
-            busy_ns: the rank's own time in it, without waiting in collectives.
-            loss: its loss, where that is known.
-        """
+        """A step has ended: its number from 1 (None: the next), own time without collectives, and loss if known."""
         numbers, now_ns = self._numbers, self._clock_ns()
         if step is not None:
             self._page[_NUMBERS_AT] = 1
@@ -218,11 +178,10 @@ class ProgressWriter:
         self._page.close()
 
     def _write(self) -> None:
-        """Write the slot that is not the newest one."""
         loss = self._loss
         known = loss is not None
         body = _BODY.pack(*self._numbers, loss if known else math.nan, known, self._phase, self._message)
-        begin = _SLOTS_AT + _SLOT_BYTES * ((self._sequence // 2 + 1) % 2)
+        begin = _SLOTS_AT + _SLOT_BYTES * ((self._sequence // 2 + 1) % 2)  # the slot that is not the newest one
         middle = begin + _SEQUENCE.size
         page = self._page
         page[begin:middle] = _SEQUENCE.pack(self._sequence + 1)
@@ -232,11 +191,7 @@ class ProgressWriter:
 
 
 class ProgressReader:
-    """An executor's side of a page; never waits, and does not mind what the file holds.
-
-    Args:
-        path: of the page, which need not be there yet.
-    """
+    """An executor's side of a page, which need not be there yet; never waits, and does not mind what the file holds."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -261,11 +216,7 @@ class ProgressReader:
         return None
 
     def busy_since(self, said: Progress, before: int) -> list[int]:
-        """Own times of the steps after the first `before` of this process, as far as they are known and still there.
-
-        Args:
-            said: what `read` gave last.
-        """
+        """Own times, where known, of the steps of this process after the first `before`; `said` is from `read`."""
         if said.busy_ns < 0 or len(self._block) < PAGE_BYTES:
             return []
         steps = range(max(before, said.steps_here - _RING, 0), said.steps_here)
@@ -279,15 +230,6 @@ class ProgressReader:
             self._descriptor = -1
 
 
-def read_progress(path: str | os.PathLike[str]) -> Progress | None:
-    """What the page at `path` says, as `ProgressReader.read`."""
-    reader = ProgressReader(path)
-    try:
-        return reader.read()
-    finally:
-        reader.close()
-
-
 def create_page(path: str | os.PathLike[str]) -> None:
     """Make an empty page, with its place on the disk taken, so that no write to it can fail later.
 
@@ -299,21 +241,21 @@ def create_page(path: str | os.PathLike[str]) -> None:
 
 
 def say_restored(environ: Mapping[str, str], step: int) -> None:
-    """The training of this process goes on from a state of this step (0: there was none to restore).
+    """Write that this process goes on from a state of this step (0: there was none to restore).
 
-    It does not number the steps of a script that does not, and so takes the page from nobody. Where none is read, or it
-    cannot be written, nothing happens.
+    It neither numbers the steps of a script that does not, nor claims the page. Where none is read, or it cannot be
+    written, nothing happens.
     """
-    _say(environ, _RESTORED_AT, _RESTORED.pack(step, _checksum_of_restored(step)))
+    _say(environ, _RESTORED_AT, _RESTORED.pack(step, _checksum_from_1(_TIME.pack(step))))
 
 
 def say_checkpoints(environ: Mapping[str, str], text: str) -> None:
-    """Storage cannot keep up with the checkpoints that are asked for, but with so many (empty: it can).
+    """Write with how many checkpoints storage keeps up, if not with those that are asked for (empty: it does).
 
-    It takes the page from nobody. Where none is read, or it cannot be written, nothing happens.
+    It does not claim the page. Where none is read, or it cannot be written, nothing happens.
     """
     content = _cut(text, CHECKPOINTS_BYTES)
-    _say(environ, _CHECKPOINTS_AT, _CHECKPOINTS.pack(_checksum_of_text(content), content))
+    _say(environ, _CHECKPOINTS_AT, _CHECKPOINTS.pack(_checksum_from_1(content), content))
 
 
 def _say(environ: Mapping[str, str], at: int, content: bytes) -> None:
@@ -323,7 +265,7 @@ def _say(environ: Mapping[str, str], at: int, content: bytes) -> None:
 
 
 def own_progress(environ: Mapping[str, str], attempt: int = 0) -> ProgressWriter | None:
-    """The page of this rank, claimed for the script that calls; None where nobody reads one.
+    """The page of this rank, claimed for the script that calls; None where none is read.
 
     Raises:
         OSError: there is to be one, but it cannot be written.
@@ -333,31 +275,15 @@ def own_progress(environ: Mapping[str, str], attempt: int = 0) -> ProgressWriter
 
 
 def parse_page(block: bytes) -> Progress | None:
-    """What the bytes of a page say: the newer of its whole slots."""
+    """The newer of the whole slots in the bytes of a page."""
     if len(block) != PAGE_BYTES or _HEADER.unpack_from(block)[:3] != (_MAGIC, VERSION, _BODY.size):
         return None
     slots = [found for n in (0, 1) if (found := _parse_slot(block, _SLOTS_AT + n * _SLOT_BYTES))]
     return max(slots, key=lambda slot: slot[0])[1] if slots else None
 
 
-def _parse_restored(block: bytes) -> int:
-    step, check = _RESTORED.unpack_from(block, _RESTORED_AT)
-    return step if check == _checksum_of_restored(step) and step >= 0 else UNKNOWN
-
-
-def _checksum_of_restored(step: int) -> int:
-    """Never that of an empty page."""
-    return zlib.crc32(_TIME.pack(step), 1)
-
-
-def _parse_checkpoints(block: bytes) -> str:
-    check, content = _CHECKPOINTS.unpack_from(block, _CHECKPOINTS_AT)
-    return content.decode(errors="replace") if check == _checksum_of_text(content) else ""
-
-
-def _checksum_of_text(content: bytes) -> int:
-    """Never that of an empty page."""
-    return zlib.crc32(content, 1)
+def _checksum_from_1(content: bytes) -> int:
+    return zlib.crc32(content, 1)  # from 1, so that it is never that of an empty page
 
 
 def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
@@ -368,30 +294,22 @@ def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
     if sequence == 0 or sequence % 2 or check != _checksum(sequence, body):
         return None
     *numbers, loss, known, phase, message = _BODY.unpack(body)
-    pid, attempt, step, here, ended, took, began, expects, busy, total, broken = numbers
+    restored, restored_check = _RESTORED.unpack_from(block, _RESTORED_AT)
+    is_known = restored_check == _checksum_from_1(_TIME.pack(restored)) and restored >= 0
+    text_check, text = _CHECKPOINTS.unpack_from(block, _CHECKPOINTS_AT)
     return sequence, Progress(
-        pid,
-        attempt,
-        step,
-        here,
-        step_ended_ns=ended,
-        step_took_ns=took,
+        **dict(zip(_NUMBERS, numbers, strict=True)),
         phase=phase.decode(errors="replace"),
-        phase_began_ns=began,
-        expects_ns=expects,
-        busy_ns=busy,
-        busy_total_ns=total,
         loss=loss if known else None,
         message=message.decode(errors="replace"),
-        broken_step=broken,
         is_absolute=block[_NUMBERS_AT] != 0,
-        restored=_parse_restored(block),
-        checkpoints=_parse_checkpoints(block),
+        restored=restored if is_known else UNKNOWN,
+        checkpoints=text.decode(errors="replace") if text_check == _checksum_from_1(text) else "",
     )
 
 
 def _checksum(sequence: int, body: bytes) -> int:
-    """Of a slot that carries this number: an old body under a new number is torn too."""
+    # Of a slot that carries this number: an old body under a new number is torn too.
     return zlib.crc32(body, sequence & 0xFFFFFFFF)
 
 

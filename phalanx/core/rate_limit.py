@@ -1,4 +1,4 @@
-"""Log lines at a bounded rate, whoever makes them come: pure but for the clock that is passed in."""
+"""A rate limit: log lines at a bounded rate, whatever their source: pure but for the clock that is passed in."""
 
 from __future__ import annotations
 

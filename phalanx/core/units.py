@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _SIZE = re.compile(r"([0-9.]+)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
 
@@ -23,6 +24,11 @@ def size(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def read_size(value: Any) -> Any:
+    """Of a setting: text as `parse_size` reads it, all else as it is."""
+    return parse_size(value) if isinstance(value, str) else value
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ class Batch:
     """Some samples. Shape letters: B samples, S positions.
 
     Attributes:
-        tokens_BS: int64, what the model reads.
+        tokens_BS: int64, the input of the model.
         targets_BS: int64, the token that follows each.
         weights_BS: float32, how much each target counts: 1, or 0 where the loss mask or padding is.
         documents_BS: int32, the number of each position's document within its sample, rising from 0; None when
@@ -31,19 +32,18 @@ class Batch:
         return self.tokens_BS.shape[0]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
+        """All but documents that are None."""
         known = (self.tokens_BS, self.targets_BS, self.weights_BS, self.documents_BS, self.sample_index_B)
         return tuple(tensor for tensor in known if tensor is not None)
 
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        documents = None if self.documents_BS is None else change(self.documents_BS)
+        before = (change(self.tokens_BS), change(self.targets_BS), change(self.weights_BS))
+        return Batch(*before, documents, change(self.sample_index_B))
+
     def rows(self, begin: int, end: int) -> Batch:
         """Samples ``begin..end`` of this batch, without a copy."""
-        return Batch(
-            self.tokens_BS[begin:end],
-            self.targets_BS[begin:end],
-            self.weights_BS[begin:end],
-            None if self.documents_BS is None else self.documents_BS[begin:end],
-            self.sample_index_B[begin:end],
-        )
+        return self._each(lambda tensor: tensor[begin:end])
 
     def filled(self, size: int) -> Batch:
         """This batch with `size` rows: those that are missing repeat the first with weight 0 and sample index -1."""
@@ -64,22 +64,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """This batch on `device`, copied without waiting where memory is pinned."""
-        documents = None if self.documents_BS is None else self.documents_BS.to(device, non_blocking=True)
-        return Batch(
-            self.tokens_BS.to(device, non_blocking=True),
-            self.targets_BS.to(device, non_blocking=True),
-            self.weights_BS.to(device, non_blocking=True),
-            documents,
-            self.sample_index_B.to(device, non_blocking=True),
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """This batch in page-locked memory, from where a GPU can copy it while it computes."""
-        documents = None if self.documents_BS is None else self.documents_BS.pin_memory()
-        return Batch(
-            self.tokens_BS.pin_memory(),
-            self.targets_BS.pin_memory(),
-            self.weights_BS.pin_memory(),
-            documents,
-            self.sample_index_B.pin_memory(),
-        )
+        return self._each(Tensor.pin_memory)

@@ -12,6 +12,7 @@ from phalanx.core.config import Config
 from phalanx.core.errors import UserError
 
 SourceKind = Literal["text", "jsonl", "parquet", "directory", "python-stdlib", "nanogpt", "megatron"]
+Split = Literal["train", "validation"]
 TOKEN_KINDS = frozenset({"nanogpt", "megatron"})
 
 _APPLIES: dict[str, frozenset[str]] = {

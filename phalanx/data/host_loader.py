@@ -6,7 +6,7 @@ only along tensor, context and pipeline) copy from the same slots of shared memo
 
     # on the first rank of a host, as early as possible: while it has one thread, a fork takes milliseconds
     loader = start_host_loader(prepared, config.data, indices=[0, 0, 1, 1])   # data-parallel index of its four ranks
-    address = loader.address                                                  # a string: tell it the other three
+    address = loader.address                                                  # a string: send it to the other three
 
     # on each rank, with its data-parallel index; from here on as with `Loader.stream`
     client = HostLoaderClient(address, rank=1, ranks=8)
@@ -15,21 +15,8 @@ only along tensor, context and pipeline) copy from the same slots of shared memo
 
     loader.close()                                                            # or ``with start_host_loader(…) as …``
 
-What holds:
-
-- The batches are those of `Loader.stream(state, counts=…, rank=…, ranks=…)`, bit for bit; they are private copies
-  (page-locked if asked), so they stay valid, and the slot is free at once.
-- Ranks of one index must open the same streams in the same order: what they ask for is compared at every step, and a
-  rank that asks for something else is told so. One of them can be ahead of another by `ahead` steps, no more.
-- Ranks of an index may be on several hosts: each host's loader serves those it was told of.
-- An error of the loader, such as a damaged corpus, is raised in every rank where its batch would have come, a
-  `UserError` as it is. A loader that is gone is a `HostLoaderError` at once, naming its process.
-- A rank that ends, in whatever way, is left out; the others go on.
-- The loader ends with the process that started it, however that ends, and leaves nothing behind: its memory has no
-  name (memfd), and neither has its socket in any folder. SIGINT, SIGTERM and SIGUSR1, which a terminal or a scheduler
-  sends to all processes of a job, it leaves to the ranks.
-- It needs Linux: `why_no_host_loader` says so elsewhere, and `Loader.stream` does everywhere.
-
+The batches are those of `Loader.stream(state, counts=…, rank=…, ranks=…)`, bit for bit, as private copies: the slot is
+free at once. What happens when ranks disagree, or when something dies: docs/data.md, "One loader per host".
 Held-out batches are few and not shared: take them from `Loader.validation_batches`.
 
 Shape letters: B samples, S positions, L = S + 1 tokens.
@@ -45,6 +32,7 @@ import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from types import TracebackType
 from typing import Any
 
@@ -54,14 +42,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.data.batch import Batch
-from phalanx.data.config import DataConfig
-from phalanx.data.loader import LoaderState, endless
+from phalanx.data.config import DataConfig, Split
+from phalanx.data.loader import LoaderState, share_of
 from phalanx.data.samples import PackedSplit
 from phalanx.data.sharing import loader_server
-from phalanx.data.sharing.loader_process import Method, Task, fork_is_safe, start
+from phalanx.data.sharing.loader_process import LoaderTask, Method, fork_is_safe, start
 from phalanx.data.sharing.loader_server import Failed, Hello, HostLoaderError, Ready, Wanted, Welcome
 from phalanx.data.sharing.slots import ReaderSlot, fields_of
-from phalanx.data.sources.input_files import Split
 from phalanx.data.tokens.prepared_corpus import Prepared
 from phalanx.ipc import local_socket
 
@@ -87,7 +74,7 @@ def start_host_loader(
     """Start this host's loader process; to be called by one process of the host, which the loader does not outlive.
 
     Args:
-        prepared, config, split, seed: what to read, as for `Loader`.
+        prepared, config, split, seed: as for `Loader`.
         indices: the data-parallel index of every rank of this host, in any order.
         cores: the processor numbers that the loader may run on; None: those of this process, which is bad for a rank
             that is bound to its share of them and computes there: give those of all ranks of the host.
@@ -102,20 +89,15 @@ def start_host_loader(
         raise HostLoaderError(f"no loader process here: {why}")
     parts = prepared.split(split)
     PackedSplit(parts, config, split=split, seed=seed)  # raises what is wrong with the settings here and now
-    task = Task(parts, config, split, seed, dict(Counter(indices)), None if cores is None else tuple(cores))
+    task = LoaderTask(parts, config, split, seed, dict(Counter(indices)), None if cores is None else tuple(cores))
     return HostLoader(task, method or ("fork" if fork_is_safe() else "exec"))
 
 
 class HostLoader:
-    """A loader process that this process has started; `start_host_loader` makes it.
+    """A loader process that this process has started with `start_host_loader`; readers connect to `address`, which is
+    valid in all processes of this host's network namespace."""
 
-    Attributes:
-        address: where its readers connect; valid in all processes of this host's network namespace.
-        method: how it was started.
-        pid: its process id.
-    """
-
-    def __init__(self, task: Task, method: Method) -> None:
+    def __init__(self, task: LoaderTask, method: Method) -> None:
         self.method = method
         self.address, listener = loader_server.listen()
         with listener:
@@ -149,13 +131,7 @@ class HostLoader:
 
 
 class HostLoaderClient:
-    """The streams of one rank.
-
-    Args:
-        address: of the loader process of this host.
-        rank: this rank's data-parallel index.
-        ranks: how many there are.
-    """
+    """The streams of one rank, of data-parallel index `rank` of `ranks`, from the loader process at `address`."""
 
     def __init__(self, address: str, *, rank: int = 0, ranks: int = 1) -> None:
         self._address = address
@@ -171,17 +147,8 @@ class HostLoaderClient:
         ahead: int = 2,
         pin_memory: bool = False,
     ) -> SharedStream:
-        """Batches from `state` on, as `Loader.stream` gives them.
-
-        Args:
-            state: where to start; None: at the start.
-            counts: samples of each step over all ranks: one number for all steps, or one after the other. A lazy
-                iterable is asked up to ``ahead + 1`` steps early.
-            ahead: steps to prepare early, 1 to 128; as many batches lie in shared memory.
-            pin_memory: whether to copy batches into page-locked memory.
-
-        Returns:
-            An iterator of (batch, state after it), to be closed (it is a context manager too).
+        """Batches from `state` on; args, and what is returned, as of `Loader.stream`. `ahead` is 1 to 128, and as many
+        batches lie in shared memory.
 
         Raises:
             HostLoaderError: the loader cannot be reached.
@@ -189,7 +156,7 @@ class HostLoaderClient:
         """
         if not 1 <= ahead <= loader_server.MAX_AHEAD:
             raise ValueError(f"ahead = {ahead}: must be 1 to {loader_server.MAX_AHEAD}")
-        steps = endless(counts) if isinstance(counts, int) else iter(counts)
+        steps = repeat(counts) if isinstance(counts, int) else iter(counts)
         hello = loader_server.Hello(loader_server.VERSION, self._rank, self._ranks, ahead, self._streams)
         self._streams += 1
         return SharedStream(self._address, hello, state or LoaderState(), steps, pin_memory=pin_memory)
@@ -231,8 +198,16 @@ class SharedStream:
             raise end
         try:
             if not self._slots:
-                self._meet()
-            batch = self._copy(self._await_step())
+                message, descriptors = self._receive()
+                if not isinstance(message, Welcome):
+                    raise HostLoaderError(f"{self._who} said {message} for a welcome")
+                self._who = self._who.replace("(at", f"(process {message.pid}, at")
+                self._slots = [ReaderSlot(descriptor) for descriptor in descriptors]
+            message, _ = self._receive()
+            step, _ = self._on_the_way[0]
+            if not isinstance(message, Ready) or message.step != step:
+                raise HostLoaderError(f"{self._who} said {message} while step {step} was awaited")
+            batch = self._copy(message)
         except BaseException:
             self.close()
             raise
@@ -258,12 +233,12 @@ class SharedStream:
             slot.close()
 
     def _ask(self) -> None:
-        """Ask for the next step, and by that let go of the one whose slot it will have."""
+        """Ask for the next step, and by that release the one whose slot it will have."""
         if self._end is not None:
             return
         try:
             count = next(self._counts)
-            _check(count, self._hello.ranks)
+            share_of(count, self._hello.ranks)
         except Exception as error:  # StopIteration too
             self._end = error
             return
@@ -276,29 +251,15 @@ class SharedStream:
         assert self._connection is not None
         try:
             local_socket.send(self._connection, message)
-        except OSError:  # it is gone; what it has said before is worth more than this, and `receive` comes to its end
+        except OSError:  # it is gone; what it sent before is worth more than this, and `receive` comes to its end
             return
 
-    def _meet(self) -> None:
-        message, descriptors = self._hear()
-        if not isinstance(message, Welcome):
-            raise HostLoaderError(f"{self._who} said {message} for a welcome")
-        self._who = self._who.replace("(at", f"(process {message.pid}, at")
-        self._slots = [ReaderSlot(descriptor) for descriptor in descriptors]
-
-    def _await_step(self) -> Ready:
-        message, _ = self._hear()
-        step, _ = self._on_the_way[0]
-        if not isinstance(message, Ready) or message.step != step:
-            raise HostLoaderError(f"{self._who} said {message} while step {step} was awaited")
-        return message
-
-    def _hear(self) -> tuple[loader_server.Message, list[int]]:
+    def _receive(self) -> tuple[loader_server.Message, list[int]]:
         assert self._connection is not None
         message, descriptors = loader_server.receive(self._connection)
         if message is None:
             why = "it was killed, for instance for want of memory, or the rank that started it has ended"
-            # the cause tells whoever looks for the culprit of a job's end that this only followed from another's
+            # By the cause, the search for the culprit of a job's end sees that this only followed from another's.
             raise HostLoaderError(f"{self._who} is gone: {why}") from ConnectionResetError("the loader hung up")
         if isinstance(message, Failed):
             raise loader_server.error_of(message, self._who)
@@ -321,8 +282,3 @@ class SharedStream:
         tensor = torch.empty(array.shape, dtype=dtype, pin_memory=self._pin_memory)
         np.copyto(tensor.numpy(), array, casting="no")
         return tensor
-
-
-def _check(count: int, ranks: int) -> None:
-    if count % ranks:
-        raise ValueError(f"{count} samples a step cannot be shared by {ranks} ranks: make it a multiple")

@@ -1,10 +1,7 @@
-"""A thread that stays a few items ahead of its consumer.
-
-Samples in a global order that depends on the seed alone, and the thread that prepares them ahead of time.
+"""Batches of samples in a global order that depends on the seed alone, and the thread that prepares them ahead of time.
 
 Sample g of the order is a pure function of (prepared corpus, config, seed, g): see `phalanx.data.samples`. So a
-loader's state is one number, any process can read any part of the order, and changing the batch size on the way is
-nothing special.
+loader's state is one number, any process can read any part of the order, and the batch size may change on the way.
 
 Shape letters: B samples, S positions.
 """
@@ -14,19 +11,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
 
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
-from phalanx.data.config import DataConfig
+from phalanx.data.config import DataConfig, Split
 from phalanx.data.samples import Arrays, PackedSplit, SampleReader, read_mixed
 from phalanx.data.shuffle import Int64
-from phalanx.data.sources.input_files import Split
 from phalanx.data.tokens.prepared_corpus import Prepared
 
 T = TypeVar("T")
@@ -42,6 +40,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterator[T], ahead: int) -> None:
         self._items = items
+        # Bounded: the thread would otherwise read the whole corpus into memory.
         self._ready: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(maxsize=max(ahead, 1))
         self._stop = threading.Event()
         self._done = False
@@ -54,7 +53,7 @@ class Prefetcher(Generic[T]):
     def __next__(self) -> T:
         if self._done:
             raise StopIteration
-        item, error = self._ready.get()
+        item, error = self._ready.get()  # waits only where the thread is slower than training
         if item is _END:
             self._done = True
             self._thread.join()
@@ -76,15 +75,11 @@ class Prefetcher(Generic[T]):
         self._done = True
         self._stop.set()
         while self._thread.is_alive():
-            self._empty()
+            # The thread may wait for room in a full queue, again and again until it sees that it shall stop.
+            with suppress(queue.Empty):
+                while True:
+                    self._ready.get_nowait()
             self._thread.join(timeout=0.05)
-
-    def _empty(self) -> None:
-        while True:
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                return
 
     def _work(self) -> None:
         error: BaseException | None = None
@@ -93,19 +88,16 @@ class Prefetcher(Generic[T]):
                 if self._stop.is_set():
                     return
                 self._ready.put((item, None))
+        # Raised again by `__next__`, at the place of the item that is missing.
         except BaseException as caught:
             error = caught
-        self._put_end(error)
-
-    def _put_end(self, error: BaseException | None) -> None:
-        last: tuple[Any, BaseException | None] = (_END, error)
         if not self._stop.is_set():
-            self._ready.put(last)
+            self._ready.put((_END, error))
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where reading stands: `samples` of the global order have been handed out. All a checkpoint needs to keep."""
+    """How many samples of the global order were handed out: all that a checkpoint keeps of a loader."""
 
     samples: int = 0
 
@@ -120,13 +112,7 @@ class LoaderState:
 
 
 class Loader:
-    """Batches of one split of a prepared corpus.
-
-    Args:
-        prepared: the corpus.
-        config: how to cut and order it.
-        split: "train" or "validation".
-        seed: of the order; None: `config.seed`.
+    """Batches of one split of a prepared corpus, in the order of `seed` (None: `config.seed`).
 
     Raises:
         UserError: the split has no tokens, or a source has too few for one sample.
@@ -180,13 +166,14 @@ class Loader:
             An iterator of (batch, state after it), to be closed (it is a context manager too). The state counts the
             samples of all ranks, so it is the same on each. What goes wrong in the thread is raised in the consumer.
         """
-        steps = endless(counts) if isinstance(counts, int) else iter(counts)
-        return Prefetcher(self._steps(state or LoaderState(), steps, rank, ranks, pin_memory), ahead)
+        state = state or LoaderState()
+        steps = repeat(counts) if isinstance(counts, int) else iter(counts)
+        return Prefetcher(self._steps(state, steps, rank, ranks, pin_memory), ahead)
 
     def validation_batches(self, batch_size: int, max_samples: int | None = None) -> Iterator[Batch]:
         """Held-out text in a fixed order, each token the target of at most one position; exactly one without a limit.
 
-        With `max_samples`, so many are taken evenly from all of it, the same whatever the batch size. The last batch is
+        `max_samples` are taken evenly from all of it, the same whatever the batch size. The last batch is
         filled up with rows of weight 0.
 
         Raises:
@@ -195,6 +182,7 @@ class Loader:
         if not self._held_out:
             cure = "set data.validation_fraction above 0 or give data.validation_sources"
             raise UserError("no text was held out", cure=cure, field="data.validation_fraction")
+        # The windows of all sources in one row; with a limit, windows at equal distances in it.
         borders = np.cumsum([0, *(reader.num_windows for reader in self._held_out)])
         total = self.validation_samples
         wanted = total if max_samples is None else min(total, max_samples)
@@ -208,16 +196,18 @@ class Loader:
     def _steps(
         self, state: LoaderState, counts: Iterator[int], rank: int, ranks: int, pin: bool
     ) -> Iterator[tuple[Batch, LoaderState]]:
+        # The state goes with the batch that it follows: a checkpoint after that step knows nothing of batches made
+        # ahead.
         for count in counts:
-            if count % ranks:
-                raise ValueError(f"{count} samples a step cannot be shared by {ranks} ranks: make it a multiple")
-            share = count // ranks
+            # Ranks take runs of the global order, so the samples of a step do not depend on how many ranks share it.
+            share = share_of(count, ranks)
             batch = self.batch(state.samples + rank * share, share)
             state = LoaderState(state.samples + count)
             yield batch.pin_memory() if pin else batch, state
 
 
 def _to_batch(arrays: Arrays, index_B: Int64) -> Batch:
+    # Inputs and targets are the same tokens, shifted by one: each gets contiguous memory of its own.
     tokens_BL, weights_BS, documents_BS = arrays
     return Batch(
         torch.from_numpy(tokens_BL[:, :-1].copy()),
@@ -228,7 +218,8 @@ def _to_batch(arrays: Arrays, index_B: Int64) -> Batch:
     )
 
 
-def endless(count: int) -> Iterator[int]:
-    """`count`, over and over."""
-    while True:
-        yield count
+def share_of(count: int, ranks: int) -> int:
+    """Samples of each rank; ValueError: they cannot be shared equally."""
+    if count % ranks:
+        raise ValueError(f"{count} samples a step cannot be shared by {ranks} ranks: make it a multiple")
+    return count // ranks

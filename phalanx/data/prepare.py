@@ -16,9 +16,8 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import folder_lock, friendly_os_errors, write_json
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig
 from phalanx.data.encoding.encode import NAMED_SKIPS, collect_splits, delete_strangers, reusable_records, unit_digests
-from phalanx.data.encoding.encoding_worker import Job
-from phalanx.data.encoding.pool import encode_all
-from phalanx.data.sources.input_files import InputFile, Rule, Unit, list_files, listing_digest, plan_units
+from phalanx.data.encoding.encoding_processes import EncodingJob, encode_all
+from phalanx.data.sources.input_files import HoldOutRule, InputFile, WorkUnit, list_files, listing_digest, plan_units
 from phalanx.data.tokenizers.spec import TokenizerSpec, find_spec, make_spec, open_tokenizer
 from phalanx.data.tokens.foreign_tokens import token_splits
 from phalanx.data.tokens.prepared_corpus import (
@@ -52,7 +51,6 @@ def prepare(config: DataConfig, *, workers: int | None = None, progress: Report 
     """Make sure that the tokens of `config` are on disk, and open them. Instant when nothing changed.
 
     Args:
-        config: what to prepare.
         workers: processes; None: one per core this process may use.
         progress: called with where it stands.
 
@@ -75,11 +73,7 @@ def prepare(config: DataConfig, *, workers: int | None = None, progress: Report 
 
 
 def open_prepared(config: DataConfig) -> Prepared:
-    """Open what `prepare` made, without looking at the inputs (they may be gone).
-
-    Raises:
-        UserError: it has not been prepared.
-    """
+    """Open what `prepare` made, without looking at the inputs (they may be gone); UserError: it was not prepared."""
     spec = find_spec(config)
 
     def find(source: SourceConfig, number: int, held_out: float) -> PreparedSource:
@@ -106,35 +100,42 @@ def _prepare_source(
         inputs = listing_digest(files)
         manifest = read_manifest(folder)
         if manifest is None or manifest["inputs"] != inputs:
-            job = Job(source, spec, Rule(held_out, config.validation_seed), folder)
+            job = EncodingJob(source, spec, HoldOutRule(held_out, config.validation_seed), folder)
             with friendly_os_errors(folder):
+                # Without a manifest the folder counts as unprepared, should this process be killed from here on.
                 (folder / MANIFEST).unlink(missing_ok=True)
                 if source.kind in TOKEN_KINDS:
                     content = _adopt(job, files, name, report)
                 else:
                     tail = held_out if config.validation_split == "tail" and held_out < 1 else 0.0
                     content = _encode(job, plan_units(source, files, tail), name, workers, report)
-                write_json(folder / MANIFEST, _manifest(job, inputs) | content)
+                about = {
+                    "format": FORMAT,
+                    "source": source.model_dump(mode="json"),
+                    "tokenizer": spec.key,
+                    "inputs": inputs,
+                    "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                }
+                write_json(folder / MANIFEST, about | content)
     return read_source(folder, name, source.weight)
 
 
-def _manifest(job: Job, inputs: str) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "source": job.source.model_dump(mode="json"),
-        "tokenizer": job.tokenizer.key,
-        "inputs": inputs,
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def _encode(job: Job, units: list[Unit], name: str, workers: int | None, report: Report) -> dict[str, Any]:
+def _encode(job: EncodingJob, units: list[WorkUnit], name: str, workers: int | None, report: Report) -> dict[str, Any]:
     """Encode the units that have no valid record; what the manifest says of them. The folder's lock is held."""
     folder = job.folder
     report(Progress(f"{name}: looking for finished work"))
     records = reusable_records(folder, units)
     missing = [unit for unit in units if unit.signature not in records]
-    count = _Counter(f"{name}: tokenising", units, missing, report)
+    total_bytes = sum(unit.num_bytes for unit in units)
+    done_bytes, num_tokens = total_bytes - sum(unit.num_bytes for unit in missing), 0
+
+    def count(more_bytes: int, more_tokens: int) -> None:
+        nonlocal done_bytes, num_tokens
+        done_bytes += more_bytes
+        num_tokens += more_tokens
+        report(Progress(f"{name}: tokenising", min(done_bytes, total_bytes), total_bytes, num_tokens))
+
+    count(0, 0)
     for record in encode_all(missing, job, workers, count):
         records[record.signature] = record
     ordered = [records[unit.signature] for unit in units]
@@ -149,7 +150,7 @@ def _encode(job: Job, units: list[Unit], name: str, workers: int | None, report:
     }
 
 
-def _adopt(job: Job, files: list[InputFile], name: str, report: Report) -> dict[str, Any]:
+def _adopt(job: EncodingJob, files: list[InputFile], name: str, report: Report) -> dict[str, Any]:
     """Check token files that are used in place; what the manifest says of them."""
     report(Progress(f"{name}: checking token files"))
     vocab_size = open_tokenizer(job.tokenizer).vocab_size
@@ -161,24 +162,6 @@ def _adopt(job: Job, files: list[InputFile], name: str, report: Report) -> dict[
         "skipped": [],
         "splits": write_splits(splits, job.folder),
     }
-
-
-class _Counter:
-    """Adds up what workers report, and passes it on."""
-
-    def __init__(self, stage: str, units: list[Unit], missing: list[Unit], report: Report) -> None:
-        self._stage = stage
-        self._report = report
-        self._total_bytes = sum(unit.num_bytes for unit in units)
-        self._done_bytes = self._total_bytes - sum(unit.num_bytes for unit in missing)
-        self._num_tokens = 0
-        self(0, 0)
-
-    def __call__(self, more_bytes: int, more_tokens: int) -> None:
-        self._done_bytes += more_bytes
-        self._num_tokens += more_tokens
-        done = min(self._done_bytes, self._total_bytes)
-        self._report(Progress(self._stage, done, self._total_bytes, self._num_tokens))
 
 
 def _check(config: DataConfig, prepared: Prepared) -> None:

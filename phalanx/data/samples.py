@@ -1,25 +1,20 @@
-"""The samples of one split of one source: in which order they come, and what they hold.
+"""The samples of a split, packed into arrays: in which order they come, and what they hold.
 
 Shape letters: B samples, S positions, L = S + 1 tokens.
-
-Samples of a split, packed into arrays in the global order. So that a loader process needs no torch.
-
-Shape letters: B samples, S positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
-from phalanx.data.config import DataConfig
+from phalanx.data.config import DataConfig, Split
 from phalanx.data.shuffle import Int64, Mixture, Permutation, derive_key
-from phalanx.data.sources.input_files import Split
 from phalanx.data.tokens.prepared_corpus import PreparedSource, PreparedSplit
 from phalanx.data.tokens.shards import TokenStream
 
@@ -56,35 +51,28 @@ class SampleReader:
 
     def read(self, begin_B: Int64) -> Arrays:
         """The windows that begin at tokens `begin_B`."""
-        tokens = np.zeros((len(begin_B), self.length + 1), np.int64)
-        self.stream.read_tokens(begin_B, tokens)
-        weights = self._weights(begin_B)
-        if not self._document_mask:
-            return Arrays(tokens, weights, None)
-        documents = np.zeros((len(begin_B), self.length), np.int32)
-        if self.stream.has_documents:
-            self._mark_documents(begin_B, documents, weights)
-        return Arrays(tokens, weights, documents)
-
-    def _weights(self, begin_B: Int64) -> NDArray[np.float32]:
-        weights = np.ones((len(begin_B), self.length), np.float32)
+        tokens_BL = np.zeros((len(begin_B), self.length + 1), np.int64)
+        self.stream.read_tokens(begin_B, tokens_BL)
+        weights_BS = np.ones((len(begin_B), self.length), np.float32)
         if self.stream.has_mask:
-            self.stream.read_mask(begin_B + 1, weights)
+            self.stream.read_mask(begin_B + 1, weights_BS)
         if int(begin_B.max(initial=0)) + self.length >= len(self.stream):
+            # The last window of held-out text may be short: its rest is padding.
             target_BS = begin_B[:, None] + 1 + np.arange(self.length)
-            weights[target_BS >= len(self.stream)] = 0
-        return weights
-
-    def _mark_documents(self, begin_B: Int64, documents_BS: NDArray[Any], weights_BS: NDArray[Any]) -> None:
-        rows, columns = self.stream.document_starts(begin_B, self.length + 1)
-        if not rows:
-            return
-        row, column = np.array(rows), np.array(columns)
-        if not self._borders_count:
-            weights_BS[row[column > 0], column[column > 0] - 1] = 0
-        inner = (column > 0) & (column < self.length)
-        documents_BS[row[inner], column[inner]] = 1
-        np.cumsum(documents_BS, axis=1, out=documents_BS)
+            weights_BS[target_BS >= len(self.stream)] = 0
+        if not self._document_mask:
+            return Arrays(tokens_BL, weights_BS, None)
+        documents_BS = np.zeros((len(begin_B), self.length), np.int32)
+        rows, columns = self.stream.document_starts(begin_B, self.length + 1) if self.stream.has_documents else ([], [])
+        if rows:
+            row, column = np.array(rows), np.array(columns)
+            if not self._borders_count:  # the first token of a document cannot be predicted from the one before
+                weights_BS[row[column > 0], column[column > 0] - 1] = 0
+            inner = (column > 0) & (column < self.length)
+            # Document numbers rise by one where a document begins, so that attention compares numbers alone.
+            documents_BS[row[inner], column[inner]] = 1
+            np.cumsum(documents_BS, axis=1, out=documents_BS)
+        return Arrays(tokens_BL, weights_BS, documents_BS)
 
 
 class SampleOrder:
@@ -103,15 +91,19 @@ class SampleOrder:
                 field="data.sequence_length",
                 value=length,
             )
+        # An epoch cuts the text up to `length` tokens later, so up to one sample less fits; their number is the same at
+        # every shift. The last target lies one token further on.
         self.num_samples = max((total - length) // length, 1) if random_offset else (total - 1) // length
         spare = total - 1 - self.num_samples * length
         self._offsets = min(length, spare + 1) if random_offset else 1
         self._length = length
         self._key = key
+        # Samples of several epochs are asked for in turns, at the end of one or by ranks' batches that reach over it.
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
 
     def begins(self, index_B: Int64) -> Int64:
         """The first token of samples number `index_B`, counted over all epochs."""
+        # A batch may reach over the end of an epoch, and sources of a mixture end theirs at different times.
         epoch_B, place_B = np.divmod(index_B, self.num_samples)
         result = np.empty_like(place_B)
         for epoch in np.unique(epoch_B).tolist():
@@ -125,7 +117,7 @@ class SampleOrder:
         return Permutation(key, self.num_samples), derive_key(key, "offset") % self._offsets
 
 
-BLOCK = 1024
+BLOCK = 1024  # samples located together; for a few at a time, numpy's cost per call would dominate
 
 Parts = Sequence[tuple[PreparedSource, PreparedSplit]]
 
@@ -133,12 +125,11 @@ Parts = Sequence[tuple[PreparedSource, PreparedSplit]]
 class PackedSplit:
     """Any samples of one split of a prepared corpus: a pure function of (corpus, config, seed, place in the order).
 
-    `Mixture` says which source a sample comes from and which of its samples it is, a `Permutation` per source and epoch
-    says which window of its tokens.
+    `Mixture` gives the source of a sample and its number within that; a `Permutation` per source and epoch gives the
+    window of tokens.
 
     Args:
         parts: the sources that have tokens in the split (`Prepared.split`).
-        config: how to cut and order it.
         split: its name, for messages.
         seed: of the order; None: `config.seed`.
 
@@ -156,6 +147,7 @@ class PackedSplit:
             SampleOrder(reader, key=derive_key(seed, i), random_offset=config.random_offset)
             for i, reader in enumerate(self._readers)
         ]
+        # A source without a weight counts by its size, so that all such sources end their epochs together.
         self._mixture = Mixture([r.weight or o.num_samples for r, o in zip(self._readers, self._orders, strict=True)])
         self._located = lru_cache(maxsize=4)(self._locate_block)
 
@@ -168,6 +160,12 @@ class PackedSplit:
         """Samples ``start..start+count`` of the global order."""
         source_B, begin_B = self._windows(start, start + count)
         return read_mixed(self._readers, source_B, begin_B, self.config)
+
+    def places(self, start: int, count: int) -> list[tuple[SampleReader, int]]:
+        """Of the same samples the source that each is of, and its first token there."""
+        source_B, begin_B = self._windows(start, start + count)
+        pairs = zip(source_B.tolist(), begin_B.tolist(), strict=True)
+        return [(self._readers[source], begin) for source, begin in pairs]
 
     def _windows(self, start: int, end: int) -> tuple[Int64, Int64]:
         """Source and first token of samples that follow each other, from blocks that are worked out once."""

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 ROUNDS = 6
+# Shares are exact to one in 65,536; the pattern of a period takes 1 MiB.
 MIXTURE_PERIOD = 1 << 16
 
 
 def derive_key(*parts: int | str) -> int:
     """A 64-bit key that is a hash of `parts`; different parts give independent keys."""
+    # With their types and a separator: 1 and "1", or ("a", "bc") and ("ab", "c"), are different keys.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -43,6 +45,7 @@ class Permutation:
 
     def __call__(self, index: Int64) -> Int64:
         """The images of `index`, any shape, each in ``0..size-1``."""
+        # Cycle walking: what falls outside goes through the network again until it is inside, which keeps it bijective.
         place = self._network(np.asarray(index, np.int64))
         outside = place >= self.size
         while outside.any():
@@ -71,6 +74,7 @@ class Mixture:
         quotas = _quotas(np.asarray(weights, np.float64))
         source = np.repeat(np.arange(len(quotas)), quotas)
         rank = np.concatenate([np.arange(q) for q in quotas])
+        # Place k of a source with q places is due at (k + 0.5) / q of the period: all are spread evenly, whatever q.
         order = np.lexsort((source, (rank + 0.5) / quotas[source]))
         self.quotas: Int64 = quotas
         self._source: Int64 = source[order]
@@ -89,6 +93,7 @@ def _quotas(weights: NDArray[np.float64]) -> Int64:
         return np.ones(1, np.int64)
     if len(weights) > MIXTURE_PERIOD or not (weights > 0).all():
         raise ValueError(f"a mixture takes 1 to {MIXTURE_PERIOD} positive weights")
+    # One place each is set aside first, so that no small share is rounded to nothing.
     free = MIXTURE_PERIOD - len(weights)
     exact = weights / weights.sum() * free
     quotas = np.floor(exact).astype(np.int64)

@@ -1,8 +1,6 @@
 """The fault campaign: all cases of the bar, each with its right answer, the same for the same seed.
 
 What is drawn from the seed is what must not matter: at which step, with which status or exception, in what order.
-
-What workers are told of a manifest: only what they do to themselves, nothing of the right answer.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from phalanx.faults.fault_schedule import KINDS, Agenda, Clock, Order, PlaceKind
 CLUSTER = Cluster(hosts=4, workers_per_host=2, spares=1)
 STEPS = 60
 SLOW_STEPS = 300
-"""Of cases in which a rank is slow: noise has to be told from slowness first."""
+"""Of cases in which a rank is slow: slowness has to be seen in the noise first."""
 
 _FOREVER = Lasts(unit="forever", amount=1)
 
@@ -85,13 +83,15 @@ class _Builder:
 
     def add(self, name: str, incidents: list[Incident], expected: Expected, steps: int = STEPS, **cluster: Any) -> None:
         """One more case."""
-        size = self.cluster.model_copy(update=cluster)
-        number = f"{len(self.cases) + 1:03d}"
-        seed = self.random.getrandbits(32)
-        made = Manifest(
-            id=f"{number}-{name}", seed=seed, cluster=size, steps=steps, incidents=tuple(incidents), expected=expected
+        case = Manifest(
+            id=f"{len(self.cases) + 1:03d}-{name}",
+            seed=self.random.getrandbits(32),
+            cluster=self.cluster.model_copy(update=cluster),
+            steps=steps,
+            incidents=tuple(incidents),
+            expected=expected,
         )
-        self.cases.append(made)
+        self.cases.append(case)
 
 
 def generate(seed: int, cluster: Cluster = CLUSTER) -> list[Manifest]:
@@ -299,23 +299,23 @@ def _evicted(host: int) -> Expected:
 
 
 def agenda_of(manifest: Manifest, clock: Clock = "optimizer") -> Agenda:
-    """What workers have to do in this case; the rest is for the controller."""
-    numbered = enumerate(manifest.incidents)
-    return Agenda(manifest.seed, clock, [_order(number, one) for number, one in numbered if KINDS[one.kind].is_inside])
-
-
-def _order(number: int, incident: Incident) -> Order:
-    when, lasts = incident.when, incident.lasts
-    return Order(
-        number=number,
-        kind=incident.kind,
-        ranks=list(incident.place.numbers),
-        step=when.step,
-        phase=when.phase,
-        attempt=when.attempt,
-        delay_s=when.delay_s,
-        unit=lasts.unit,
-        amount=lasts.amount,
-        retrigger=incident.retrigger,
-        settings=dict(incident.settings),
-    )
+    """What workers have to do to themselves in this case, and nothing of the right answer; the rest is done outside."""
+    orders = []
+    for number, incident in enumerate(manifest.incidents):
+        if KINDS[incident.kind].is_inside:
+            when, lasts = incident.when, incident.lasts
+            order = Order(
+                number=number,
+                kind=incident.kind,
+                ranks=list(incident.place.numbers),
+                step=when.step,
+                phase=when.phase,
+                attempt=when.attempt,
+                delay_s=when.delay_s,
+                unit=lasts.unit,
+                amount=lasts.amount,
+                retrigger=incident.retrigger,
+                settings=dict(incident.settings),
+            )
+            orders.append(order)
+    return Agenda(manifest.seed, clock, orders)

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from phalanx.core.config import Config, validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
-from phalanx.faults.fault_schedule import KINDS, SAFETY_ORDER, Kind, PlaceKind, Safety
+from phalanx.faults.fault_schedule import KINDS, SAFETY_ORDER, PlaceKind, Safety
 
 VERSION = 1
 
@@ -107,10 +107,6 @@ class Incident(Config):
             raise ValueError(
                 f"safety = {self.safety!r} is less than kind = {self.kind!r} does: write at least {kind.safety}"
             )
-        self._check_settings(kind)
-        return self
-
-    def _check_settings(self, kind: Kind) -> None:
         for name, value in self.settings.items():
             wanted = kind.settings.get(name)
             if wanted is None:
@@ -122,6 +118,7 @@ class Incident(Config):
                 raise ValueError(f"settings.{name} = {value!r} is of the wrong type: give {wanted.__name__}")
             if wanted is float and (isinstance(value, str) or not math.isfinite(value)):
                 raise ValueError(f"settings.{name} = {value!r} is no number: give one")
+        return self
 
 
 class Cluster(Config):
@@ -183,20 +180,6 @@ class Manifest(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
-        for number, incident in enumerate(self.incidents):
-            self._check_place(f"incidents.{number}.place.numbers", incident.place)
-            if incident.when.step > self.steps:
-                raise ValueError(
-                    f"incidents.{number}.when.step = {incident.when.step} is never reached: give at most {self.steps}"
-                )
-        machines = self.cluster.hosts + self.cluster.spares
-        _check_numbers("expected.blame_ranks", self.expected.blame_ranks, range(self.cluster.ranks))
-        named = (self.expected.blame_hosts, *(response.hosts for response in self.expected.responses))
-        for numbers in named:
-            _check_numbers("hosts of expected", numbers, range(machines))
-        return self
-
-    def _check_place(self, field: str, place: Place) -> None:
         hosts, spares = self.cluster.hosts, self.cluster.spares
         allowed = {
             "ranks": range(self.cluster.ranks),
@@ -205,7 +188,18 @@ class Manifest(Config):
             "links": range(hosts + spares),
             "driver": range(0),
         }
-        _check_numbers(field, place.numbers, allowed[place.what])
+        for number, incident in enumerate(self.incidents):
+            place = incident.place
+            _check_numbers(f"incidents.{number}.place.numbers", place.numbers, allowed[place.what])
+            if incident.when.step > self.steps:
+                raise ValueError(
+                    f"incidents.{number}.when.step = {incident.when.step} is never reached: give at most {self.steps}"
+                )
+        _check_numbers("expected.blame_ranks", self.expected.blame_ranks, allowed["ranks"])
+        named = (self.expected.blame_hosts, *(response.hosts for response in self.expected.responses))
+        for numbers in named:
+            _check_numbers("hosts of expected", numbers, allowed["links"])
+        return self
 
     def digest(self) -> str:
         """By which a result is known to belong to this very case."""
@@ -237,7 +231,12 @@ def load(path: Path) -> Manifest:
         text = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", cure="check the path", value=str(path)) from None
-    return parse(text)
+    try:
+        return parse(text)
+    except UserError as error:
+        named = UserError(f"{path}: {str(error).removesuffix(f'; {error.cure}')}", cure=error.cure)
+        named.field = error.field
+        raise named from error
 
 
 def save(manifest: Manifest, path: Path) -> None:

@@ -1,15 +1,9 @@
-"""The schedule of faults of one worker: kinds, orders, when each is due, and the record that *once* stays once.
+"""The schedule of faults of one worker (its agenda): kinds of faults, orders, when each is due, and records.
 
-Words that would give an injected fault away to a detector, and finding them in what a worker shows.
-
-What kinds of faults there are: where each may happen, how dangerous it is, and what may be set.
-
-What a worker is told of a manifest, and what it remembers of it from one attempt to the next.
-
-The agenda is a file beside which, in a folder, every fault that has happened leaves a record: that is how *once* stays
-once when the process is gone, and how the controller knows that a fault has really happened, when and where.
-
-Whether an order is due: pure, without a clock of its own.
+Beside the agenda's file, in a folder, every fault that has happened leaves a record: that is how *once* stays once when
+the process is gone, and how the controller knows that a fault has really happened, when and where. Whether an order is
+due is pure, without a clock of its own. `telling_words` finds words that would give an injected fault away to a
+detector.
 """
 
 from __future__ import annotations
@@ -119,7 +113,7 @@ Clock = Literal["optimizer", "calls"]
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One incident, as a worker is told: the fields of `phalanx.faults.case_manifest.Incident`; `handing` makes it."""
+    """One incident, as a worker reads it: the fields of `phalanx.faults.case_manifest.Incident`."""
 
     number: int
     kind: str
@@ -262,9 +256,13 @@ def is_due(order: Order, step: int, begun: Begun | None, now_s: float) -> bool:
     """
     if order.phase != "step":
         return False
-    if begun is None:
-        return step == order.step or (step > order.step and _may_begin_late(order, step))
-    return KINDS[order.kind].repeats and still_lasts(order, step, begun, now_s)
+    repeats = KINDS[order.kind].repeats
+    if begun is not None:
+        return repeats and still_lasts(order, step, begun, now_s)
+    if step <= order.step or order.retrigger == "host":
+        return step >= order.step
+    # A later attempt may begin beyond the step: what stays with a host, or lasts longer, is then there already.
+    return repeats and (order.unit in ("forever", "seconds") or step < order.step + order.amount)
 
 
 def still_lasts(order: Order, step: int, begun: Begun, now_s: float) -> bool:
@@ -274,12 +272,3 @@ def still_lasts(order: Order, step: int, begun: Begun, now_s: float) -> bool:
     if order.unit == "seconds":
         return now_s - begun.at_s < order.amount
     return step - begun.step < order.amount
-
-
-def _may_begin_late(order: Order, step: int) -> bool:
-    """A later attempt may begin beyond the step: what stays with a host, or lasts longer, is then there already."""
-    if order.retrigger == "host":
-        return True
-    if not KINDS[order.kind].repeats:
-        return False
-    return order.unit in ("forever", "seconds") or step < order.step + order.amount

@@ -1,14 +1,8 @@
-"""Faults of emulated hosts from outside: kills, stops, cut links, full disks, and a wall clock that can jump.
+"""What a campaign does from outside to the emulated hosts of one machine, never to the machine itself.
 
-A wall clock that a campaign can make jump, without touching that of the machine.
-
-Programs that take the time from here, by `wall_clock` at their start, see the machine's clock plus the offset in the
-file that ``PHALANX_CLOCK`` names; without the variable it is the machine's clock, at no cost. Monotonic clocks never
-jump.
-
-What a campaign does from outside to the emulated hosts of one machine, never to the machine itself.
-
-Everything here makes sure that it has really happened, and what can be undone is undone when its ``with`` ends.
+Everything here makes sure that it has really happened, and what can be undone is undone when its ``with`` ends. A wall
+clock can jump, too: programs that take the time by `wall_clock` see the machine's clock plus the offset in the file
+that ``PHALANX_CLOCK`` names; without the variable it is the machine's clock, at no cost. Monotonic clocks never jump.
 """
 
 from __future__ import annotations
@@ -24,10 +18,10 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 
@@ -56,7 +50,10 @@ def wall_clock(environ: Mapping[str, str] = os.environ) -> Callable[[], float]:
         raise UserError(f"cannot be read ({error.strerror})", cure="unset it", field=VARIABLE, value=name) from None
 
     def now() -> float:
-        return time.time() + _read(file, name)
+        content = os.pread(file, _OFFSET.size, 0)
+        if len(content) != _OFFSET.size:
+            raise UserError("holds no offset", cure="write it with set_offset", field=VARIABLE, value=name)
+        return time.time() + float(_OFFSET.unpack(content)[0])
 
     now()
     return now
@@ -84,13 +81,6 @@ def jumped(path: Path, seconds: float) -> Iterator[None]:
         yield
     finally:
         set_offset(path, 0.0)
-
-
-def _read(file: int, name: str) -> float:
-    content = os.pread(file, _OFFSET.size, 0)
-    if len(content) != _OFFSET.size:
-        raise UserError("holds no offset", cure="write it with set_offset", field=VARIABLE, value=name)
-    return float(_OFFSET.unpack(content)[0])
 
 
 T = TypeVar("T")
@@ -173,7 +163,11 @@ def stopped(pid: int) -> Iterator[None]:
     """SIGSTOP to a process, SIGCONT afterwards, if it is still there."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        _until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"process {pid} does not stop")
+        end_s = time.monotonic() + _WAIT_S
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            if time.monotonic() > end_s:
+                raise NotDoneError(f"process {pid} does not stop")
+            time.sleep(0.005)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -189,11 +183,18 @@ def link_down(interface: str, namespace: str) -> Iterator[None]:
     """
     if not namespace:
         raise UserError("an interface of the machine itself", cure="name a network namespace", value=interface)
-    _set_link(interface, namespace, up=False)
+
+    def set_link(state: Literal["up", "down"]) -> None:
+        _command("ip", "-n", namespace, "link", "set", interface, state)
+        (shown,) = json.loads(_command("ip", "-n", namespace, "-json", "link", "show", interface))
+        if ("UP" in shown["flags"]) != (state == "up"):
+            raise NotDoneError(f"{interface} in {namespace} is {shown['operstate']}")
+
+    set_link("down")
     try:
         yield
     finally:
-        _set_link(interface, namespace, up=True)
+        set_link("up")
 
 
 @contextmanager
@@ -229,9 +230,12 @@ def full_disk(folder: Path) -> Iterator[None]:
     file = os.open(filler, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for piece in (_PIECE, b"\0"):  # the last page byte by byte
-            with contextlib.suppress(_Full), _enospc():
+            try:
                 while True:
                     os.write(file, piece)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
         if os.statvfs(folder).f_bavail:
             raise NotDoneError(f"{folder} is not full")
         yield
@@ -295,16 +299,14 @@ def _to_machine(incident: Incident, machine: Machine, stack: ExitStack) -> None:
         stack.enter_context(full_disk(_has(machine.disk, "disk", kind)))
     elif kind == "clock-jump":
         stack.enter_context(jumped(_has(machine.clock, "clock", kind), float(settings.get("offset_s", 3600))))
+    elif kind == "link-delayed":
+        stack.enter_context(_has(machine.link, "link", kind).delayed(float(settings.get("delay_s", 1))))
+    elif kind == "link-cut":
+        stack.enter_context(_has(machine.link, "link", kind).cut())
+    elif kind == "link-silent":
+        stack.enter_context(_has(machine.link, "link", kind).silent())
     else:
-        stack.enter_context(_on_link(kind, _has(machine.link, "link", kind), float(settings.get("delay_s", 1))))
-
-
-def _on_link(kind: str, link: Link, delay_s: float) -> AbstractContextManager[None]:
-    if kind == "link-delayed":
-        return link.delayed(delay_s)
-    if kind not in ("link-cut", "link-silent"):
         raise UserError("is not done from outside", cure="let workers do it", field="kind", value=kind)
-    return link.cut() if kind == "link-cut" else link.silent()
 
 
 def tree_of(roots: Iterable[int]) -> list[int]:
@@ -325,20 +327,6 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-class _Full(Exception):  # noqa: N818
-    """No byte is left."""
-
-
-@contextmanager
-def _enospc() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise _Full from None
-        raise
-
-
 def _check_small(folder: Path) -> None:
     size = os.statvfs(folder)
     size_bytes = size.f_blocks * size.f_frsize
@@ -346,13 +334,6 @@ def _check_small(folder: Path) -> None:
     if kinds.get(str(folder.resolve())) != "tmpfs" or size_bytes > LARGEST_DISK_BYTES:
         cure = f"mount a tmpfs of at most {LARGEST_DISK_BYTES} bytes there"
         raise UserError("is no small disk of its own", cure=cure, value=str(folder))
-
-
-def _set_link(interface: str, namespace: str, *, up: bool) -> None:
-    _command("ip", "-n", namespace, "link", "set", interface, "up" if up else "down")
-    (shown,) = json.loads(_command("ip", "-n", namespace, "-json", "link", "show", interface))
-    if ("UP" in shown["flags"]) != up:
-        raise NotDoneError(f"{interface} in {namespace} is {shown['operstate']}")
 
 
 def _command(*words: str) -> str:
@@ -363,14 +344,6 @@ def _command(*words: str) -> str:
     if done.returncode:
         raise NotDoneError(f"{' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _until(holds: Callable[[], bool], problem: str) -> None:
-    end_s = time.monotonic() + _WAIT_S
-    while not holds():
-        if time.monotonic() > end_s:
-            raise NotDoneError(problem)
-        time.sleep(0.005)
 
 
 def _has(value: T | None, name: str, kind: str) -> T:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def install(
     Args:
         attempt: counted from 1.
         when_imported: ``when_imported(name, act)`` calls ``act(module)`` once the script has imported that module, as
-            `phalanx.launch.optimizer_hook.when_imported` does; without it torch is imported now, if its steps are to
+            `phalanx.launch.user_script.when_imported` does; without it torch is imported now, if its steps are to
             count.
 
     Raises:
@@ -148,7 +149,7 @@ class Injection:
             when_imported(OPTIMIZERS, lambda module: on_steps(module, self._after_optimizer))
         for order in self._orders:
             if order.phase in ("start", "recovery"):
-                self._alarms.add(order.delay_s, self._later(order, BELOW_THE_SCRIPT), BELOW_THE_SCRIPT)
+                self._alarms.add(order.delay_s, partial(self._acts_of, order, BELOW_THE_SCRIPT), BELOW_THE_SCRIPT)
 
     def _after_optimizer(self, optimizer: Any, spot: Spot) -> list[Act]:
         """What is due after a step of `optimizer`; the first one counts steps, until another makes many without it."""
@@ -171,10 +172,8 @@ class Injection:
         return [*acts, *(disguised(act, spot) for act in self._around.each_step)]
 
     def _in_checkpoint(self, spot: Spot) -> list[Act]:
-        ripe = (
-            o for o in self._orders if o.phase == "checkpoint" and self._step >= o.step and o.number not in self._begun
-        )
-        return self._ready(list(ripe), spot)
+        waiting = [o for o in self._orders if o.phase == "checkpoint" and o.number not in self._begun]
+        return self._ready([order for order in waiting if self._step >= order.step], spot)
 
     def _ready(self, orders: list[Order], spot: Spot) -> list[Act]:
         """What is to be called now for these; timers are set for what is to wait."""
@@ -183,30 +182,24 @@ class Injection:
             if order.delay_s and threading.current_thread() is threading.main_thread():
                 if order.number not in self._begun:
                     self._begun[order.number] = Begun(self._step, time.monotonic())
-                    self._alarms.add(order.delay_s, self._later(order, spot), spot)
+                    self._alarms.add(order.delay_s, partial(self._acts_of, order, spot), spot)
             else:
                 acts += self._acts_of(order, spot)
         return acts
-
-    def _later(self, order: Order, spot: Spot) -> Callable[[], list[Act]]:
-        return lambda: self._acts_of(order, spot)
 
     def _acts_of(self, order: Order, spot: Spot) -> list[Act]:
         """The act of an order, made and put on record the first time; none where it has had its turn or is refused."""
         if order.number not in self._acts:
             self._begun.setdefault(order.number, Begun(self._step, time.monotonic()))
-            self._acts[order.number] = self._first(order)
+            refused, act = "", None
+            try:
+                act = INJECTORS[order.kind](order, self._around)
+            except RefusedError as error:
+                refused = str(error)
+            record = new_record(order, self._rank, self._attempt, self._step, self._host, refused)
+            self._acts[order.number] = act if self._memory.claim(record, order.retrigger) else None
         act = self._acts[order.number]
         return [] if act is None else [disguised(act, spot)]
-
-    def _first(self, order: Order) -> Act | None:
-        refused, act = "", None
-        try:
-            act = INJECTORS[order.kind](order, self._around)
-        except RefusedError as error:
-            refused = str(error)
-        record = new_record(order, self._rank, self._attempt, self._step, self._host, refused)
-        return act if self._memory.claim(record, order.retrigger) else None
 
 
 def _number(environ: Mapping[str, str], *names: str, default: str | None = None) -> int:

@@ -1,10 +1,7 @@
-"""What was observed of a case, as dated facts: the referee's only source besides the manifest.
+"""How well a case was handled: a pure function of its manifest, of dated facts, and of the undisturbed losses.
 
-How well a case was handled: a pure function of its manifest, of what was observed, and of the undisturbed losses.
-
-Right is exact: whoever is blamed besides the guilty is an error, and so is an action too many.
-
-A campaign's folder: a JSON file per case, so that it can be interrupted and resumed; and its summary.
+Right is exact: whatever is blamed besides the guilty is an error, and so is an action too many. A campaign's folder has
+a JSON file per case, so that it can be interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ def facts_of(records: Iterable[Record]) -> list[Fact]:
     ]
 
 
-Outcome = Literal["right", "wrong", "void"]
+CaseOutcome = Literal["right", "wrong", "void"]
 Step = tuple[str, frozenset[int]]
 
 
@@ -99,7 +96,7 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: str
     digest: str
-    outcome: Outcome
+    outcome: CaseOutcome
     problems: list[str]
     detect_s: float | None
     localise_s: float | None
@@ -121,36 +118,51 @@ def judge(manifest: Manifest, facts: Iterable[Fact], undisturbed: Mapping[int, s
     """
     dated = sorted(facts, key=lambda fact: fact.at_s)
     missing = _not_happened(manifest, dated)
-    is_void = any(_had_its_moment(manifest, number, dated) for number in missing)
+    # Void: training came to where an incident should have happened, or it was refused, which is nobody else's doing.
+    is_void = any(
+        (fact.what == "refused" and fact.incident == number)
+        or (fact.what == "progress" and fact.attempt >= when.attempt and fact.step >= when.step)
+        for number, when in ((number, manifest.incidents[number].when) for number in missing)
+        for fact in dated
+    )
     happened = [fact for fact in dated if fact.what == "happened"]
     first_s = happened[0].at_s if happened else float("inf")
-    blame_problems, extra = _judge_blame(manifest, dated)
-    alarms = _false_alarms(manifest, dated, first_s)
+    expected = manifest.expected
+    guilty = {f"r{rank}" for rank in expected.blame_ranks} | {f"h{host}" for host in expected.blame_hosts}
+    named = _blamed(dated)
+    extra, missed = sorted(named - guilty), sorted(guilty - named)
+    detected = [fact for fact in dated if fact.what == "detected"]
+    alarms = len([fact for fact in detected if fact.at_s < first_s or not expected.responses])
+    wanted = _steps((response.action, response.hosts) for response in expected.responses)
+    done = _steps((fact.action, fact.hosts) for fact in dated if fact.what == "acted")
+    allowed = {host for response in expected.responses for host in response.hosts}
+    evicted = {host for fact in dated if fact.what == "acted" and fact.action == "evict" for host in fact.hosts}
     loss_problem = _judge_losses(manifest, dated, undisturbed)
     orphans = len({pid for fact in dated if fact.what == "left" for pid in fact.pids})
     problems = [
         *missing.values(),
-        *_judge_detection(manifest, dated, alarms),
-        *blame_problems,
-        *_judge_actions(manifest, dated),
+        *([f"{alarms} false alarms"] if alarms else []),
+        *(["nothing was noticed"] if expected.responses and not detected else []),
+        *([f"blamed wrongly: {', '.join(extra)}"] if extra else []),
+        *([f"not blamed: {', '.join(missed)}"] if missed else []),
+        *([f"did {_shown(done)}; right is {_shown(wanted)}"] if wanted != done else []),
         *_judge_end(manifest, dated),
         *loss_problem,
         *([f"{orphans} processes were left behind"] if orphans else []),
     ]
-    goes_on_alike = manifest.expected.goes_on and manifest.expected.same_layout
     return Score(
         id=manifest.id,
         digest=manifest.digest(),
         outcome="void" if is_void else "wrong" if problems else "right",
         problems=problems,
-        detect_s=_after(first_s, (fact.at_s for fact in dated if fact.what == "detected")),
-        localise_s=_localised_s(manifest, dated, first_s),
+        detect_s=_after(first_s, (fact.at_s for fact in detected)),
+        localise_s=_localised_s(guilty, dated, first_s),
         resume_s=_resumed_s(dated, happened),
         lost_steps=lost_steps(dated),
         false_alarms=alarms,
         extra_blame=extra,
-        wrong_evictions=_wrong_evictions(manifest, dated),
-        losses_equal=not loss_problem if goes_on_alike else None,
+        wrong_evictions=sorted(evicted - allowed),
+        losses_equal=not loss_problem if expected.goes_on and expected.same_layout else None,
         orphans=orphans,
     )
 
@@ -181,41 +193,6 @@ def _not_happened(manifest: Manifest, facts: Sequence[Fact]) -> dict[int, str]:
     }
 
 
-def _had_its_moment(manifest: Manifest, number: int, facts: Sequence[Fact]) -> bool:
-    """Whether training came to where an incident should have happened, or it was refused: nobody else's doing."""
-    when = manifest.incidents[number].when
-    if any(fact.what == "refused" and fact.incident == number for fact in facts):
-        return True
-    return any(fact.what == "progress" and fact.attempt >= when.attempt and fact.step >= when.step for fact in facts)
-
-
-def _false_alarms(manifest: Manifest, facts: Sequence[Fact], first_s: float) -> int:
-    detected = [fact for fact in facts if fact.what == "detected"]
-    return len([fact for fact in detected if fact.at_s < first_s or not manifest.expected.responses])
-
-
-def _judge_detection(manifest: Manifest, facts: Sequence[Fact], alarms: int) -> list[str]:
-    problems = [f"{alarms} false alarms"] if alarms else []
-    if manifest.expected.responses and not any(fact.what == "detected" for fact in facts):
-        problems.append("nothing was noticed")
-    return problems
-
-
-def _judge_blame(manifest: Manifest, facts: Sequence[Fact]) -> tuple[list[str], list[str]]:
-    """Problems, and who was named wrongly."""
-    wanted, named = _to_blame(manifest), _blamed(facts)
-    extra, missed = sorted(named - wanted), sorted(wanted - named)
-    problems = [f"blamed wrongly: {', '.join(extra)}"] if extra else []
-    if missed:
-        problems.append(f"not blamed: {', '.join(missed)}")
-    return problems, extra
-
-
-def _to_blame(manifest: Manifest) -> set[str]:
-    expected = manifest.expected
-    return {f"r{rank}" for rank in expected.blame_ranks} | {f"h{host}" for host in expected.blame_hosts}
-
-
 def _blamed(facts: Iterable[Fact]) -> set[str]:
     named: set[str] = set()
     for fact in facts:
@@ -224,19 +201,13 @@ def _blamed(facts: Iterable[Fact]) -> set[str]:
     return named
 
 
-def _localised_s(manifest: Manifest, facts: Sequence[Fact], first_s: float) -> float | None:
-    wanted, named = _to_blame(manifest), set[str]()
+def _localised_s(wanted: set[str], facts: Sequence[Fact], first_s: float) -> float | None:
+    named = set[str]()
     for fact in facts:
         named |= _blamed([fact])
         if wanted and fact.at_s >= first_s and wanted <= named:
             return fact.at_s - first_s
     return None
-
-
-def _judge_actions(manifest: Manifest, facts: Sequence[Fact]) -> list[str]:
-    wanted = _steps((response.action, response.hosts) for response in manifest.expected.responses)
-    done = _steps((fact.action, fact.hosts) for fact in facts if fact.what == "acted")
-    return [] if wanted == done else [f"did {_told(done)}; right is {_told(wanted)}"]
 
 
 def _steps(actions: Iterable[tuple[str, Sequence[int]]]) -> list[Step]:
@@ -250,14 +221,8 @@ def _steps(actions: Iterable[tuple[str, Sequence[int]]]) -> list[Step]:
     return steps
 
 
-def _told(steps: Sequence[Step]) -> str:
+def _shown(steps: Sequence[Step]) -> str:
     return ", ".join(" ".join([name, *(f"h{host}" for host in sorted(hosts))]) for name, hosts in steps) or "nothing"
-
-
-def _wrong_evictions(manifest: Manifest, facts: Sequence[Fact]) -> list[int]:
-    allowed = {host for response in manifest.expected.responses for host in response.hosts}
-    evicted = {host for fact in facts if fact.what == "acted" and fact.action == "evict" for host in fact.hosts}
-    return sorted(evicted - allowed)
 
 
 def _judge_end(manifest: Manifest, facts: Sequence[Fact]) -> list[str]:

@@ -1,14 +1,8 @@
-"""Hooks on torch for injected faults, disguised as the code that calls them.
+"""Hooks on torch for injected faults, disguised as the code that calls them, and calls that wait.
 
-Functions whose frames look like the code that called them, in tracebacks and in the stacks that others dump.
-
-A detector that reads stacks must find what a real fault leaves, not where it was injected.
-
-Where faults meet torch, which is reached through the modules that the script has loaded: no import of its own.
-
-Every function that stays on the stack while the script runs is disguised as the code that calls it.
-
-Calls in the main thread after a while, wherever the program then is: by SIGALRM, without a thread.
+A detector that reads stacks must find what a real fault leaves, not where it was injected: every function that stays on
+the stack while the script runs is shown as the code that calls it. Torch is reached through the modules that the script
+has loaded: no import of its own. Calls that wait come in the main thread, wherever the program then is, by SIGALRM.
 """
 
 from __future__ import annotations
@@ -204,7 +198,9 @@ class Alarms:
 
     def _ripe(self, frame: FrameType | None) -> Iterator[Callable[[], None]]:
         """All functions whose time has come, none while our own code runs; the timer is set for the others first."""
-        if _is_ours(frame):
+        while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+            frame = frame.f_back
+        if frame is not None:  # a function of this package that shows its own name is on the stack
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
             return iter(())
         now_s, acts = time.monotonic(), []
@@ -218,12 +214,3 @@ class Alarms:
 
     def _arm(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, max(self._waiting[0][0] - time.monotonic(), _SOONEST_S))
-
-
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether a function of this package that shows its own name is on the stack."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_HERE):
-            return True
-        frame = frame.f_back
-    return False

@@ -5,20 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.figures.style import PALETTE, Figure, Row, axis, column, figure
-
-_COLOURS = {
-    "training": "#009E73",
-    "saving": "#56B4E9",
-    "made again": "#D55E00",
-    "slow hosts": "#CC79A7",
-    "fewer hosts": "#8C6BB1",
-    "planned": "#7F7F7F",
-    "detection": "#E69F00",
-    "queue": "#B8860B",
-    "restart": "#0072B2",
-    "waiting for hosts": "#A0522D",
-}
+from phalanx.figures.style import LOSS_COLORS, PALETTE, Figure, Row, axis, column, figure
 
 
 def time_shares(rows: Sequence[Row]) -> Figure:
@@ -33,7 +20,7 @@ def time_shares(rows: Sequence[Row]) -> Figure:
         "orientation": "h",
         "x": [100 * row["share"] for row in shown],
         "y": column(shown, "part"),
-        "marker": {"color": [_COLOURS.get(row["part"], PALETTE[7]) for row in shown]},
+        "marker": {"color": [LOSS_COLORS.get(row["part"], PALETTE[7]) for row in shown]},
         "error_x": {
             "type": "data",
             "symmetric": False,
@@ -159,8 +146,7 @@ def straggler_lines(rows: Sequence[Row]) -> Figure:
 
 
 _ROW_PIXELS = 26
-_LEAST_SHOWN_US = 0.1
-"""An empty queue has no place on a logarithmic axis."""
+_LEAST_SHOWN_US = 0.1  # an empty queue has no place on a logarithmic axis
 _NAMES = {
     "oversubscription": "over-subscription",
     "hashing": "collisions of hashes",
@@ -175,7 +161,6 @@ def lost_bars(rows: Sequence[Row], ideal_step_s: float) -> Figure:
 
     Args:
         rows: `scenario`, `why`, and seconds of each cause; None of `flap` where the job ends.
-        ideal_step_s: a step's time on an ideal network.
     """
     traces = [_cause(rows, cause, place) for place, cause in enumerate(_NAMES)]
     ended = [row["scenario"] for row in rows if row["flap"] is None]
@@ -220,12 +205,7 @@ def _cause(rows: Sequence[Row], cause: str, place: int) -> dict[str, list[object
 
 
 def queue_lines(rows: Sequence[Row], connections: int) -> Figure:
-    """How the queue at the fullest link goes, by kind of congestion control.
-
-    Args:
-        rows: `control`, `time_s` and `queue_s`, of equal length, the latter as time to drain.
-        connections: on the link.
-    """
+    """How the queue at the fullest link goes, by kind of congestion control."""
     traces = [
         {
             "type": "scatter",

@@ -1,31 +1,27 @@
 """One handshake for all connections between hosts: the job's secret, its proof at both ends, and sealed messages.
 
-*The secret* is a file on each host that only its user can read.
+*The secret* is a file on each host that only its user can read. `phalanx run` makes one for each host; with another
+launcher the user puts one there, the same on all hosts. It is in no argument, no environment (which has the file's name
+only) and on no network. Each use takes a key of its own, with which nothing else can be done.
 
-`phalanx run` makes one for each host; whoever starts ranks otherwise puts one there himself, the same on all hosts. It
-is in no argument, no environment (which has the file's name only) and on no network. Each use takes a key of its own,
-with which nothing else can be done.
+*The handshake* is ``Noise_NNpsk0_25519_AESGCM_SHA256`` of the Noise Protocol Framework
+(https://noiseprotocol.org/noise.html, revision 34), which `cryptography` computes: two ends of a connection that share
+a secret prove it to each other, and seal what they send from then on. A listener learns nothing, not even once the
+secret is known later (keys come from X25519 as well); the first byte that is changed, repeated, left out or reordered
+is noticed. Of the framework's limits one is not kept: a sealed piece may be longer than 65,535 bytes, up to what
+AES-GCM allows. The first message of the caller proves that it has the secret. It could be recorded and replayed, so the
+listener speaks first and puts into `prologue` something that it has never used before. Pure; it reads and writes
+nothing.
 
-*The seal.* Two ends of a connection that share a secret prove it to each other; what they then say is sealed.
+*The gate* is a listening socket on which a caller gets neither a thread nor memory before it has proved that it has the
+secret. One thread serves all callers until then. The listener sends 32 bytes that it never sends again; the caller
+answers with the first message of the handshake; no more is read. A caller that has not answered in time is dropped, and
+so is the one that has waited longest when too many wait, so that strangers who do nothing, or little, keep no caller
+with the secret out. Nor do those who come again and again, as long as turning one away costs less than calling: the
+kernel hands connections over in order, and a caller with the secret waits behind all that came before. So a caller that
+speaks first, or is gone, gets no answer at all.
 
-This is ``Noise_NNpsk0_25519_AESGCM_SHA256`` of the Noise Protocol Framework (https://noiseprotocol.org/noise.html,
-revision 34), which `cryptography` computes. Whoever listens learns nothing, not even once the secret is known later
-(keys come from X25519 as well); whoever changes, repeats, leaves out or reorders anything is noticed at the first byte
-that he touched. Of the framework's limits one is not kept: what is sealed at once may be longer than 65,535 bytes, up
-to what AES-GCM allows. Pure; it reads and writes nothing.
-
-The first message of the caller proves that it has the secret. It could be recorded and said again, so the listener
-speaks first and gives `prologue` something that it has never given before.
-
-*The gate* is a listening socket on which a caller gets neither thread nor memory before it has proved that it has the
-secret.
-
-One thread looks after all who have not yet. The listener speaks first, 32 bytes that it never says again; the caller
-answers with the first message of the handshake; that is all that is read of it. Whoever has not answered in time is
-dropped, and so is the one who has waited longest when too many wait, so that strangers who do nothing, or little, keep
-nobody out. Nor do those who come again and again, as long as to turn one away costs less than to call: the kernel hands
-connections over in the order in which they came, and whoever has the secret waits behind all that are not dealt with
-yet. So a caller who speaks first, or is gone, is not even spoken to.
+The driver's WebSocket has limits of its own in place of the gate (`phalanx.run.wire`), and the same handshake.
 """
 
 from __future__ import annotations
@@ -53,12 +49,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from phalanx.core.errors import UserError
 from phalanx.core.rate_limit import LogThrottle, and_others
 
-VARIABLE = "PHALANX_JOB_SECRET_FILE"
-"""Names the file."""
-
-HANDED_OUT = "job-secret"
-"""What `hand_out` calls it."""
-
+VARIABLE = "PHALANX_JOB_SECRET_FILE"  # names the file
 _LEAST_BYTES = 32
 _MOST_BYTES = 4096
 _PRINTABLE = range(0x20, 0x7F)
@@ -75,11 +66,23 @@ def read_job_secret(environ: Mapping[str, str]) -> bytes | None:
     name = environ.get(VARIABLE, "")
     if not name:
         return None
+    path = Path(name)
     try:
-        content = _read(Path(name))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            problem = openness(descriptor)
+            if problem:
+                cure = f"have the user of the job own it: chmod 600 {path}; make another if others could read it"
+                raise _bad(str(path), problem, cure)
+            secret = os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise _bad(name, f"cannot be read ({error.strerror})", "put the file there, on every host") from None
-    secret = _without_line_break(content)
+    # The line break at the end of a text, which editors add and copying loses.
+    text = secret.removesuffix(b"\n").removesuffix(b"\r")
+    if all(byte in _PRINTABLE for byte in text):
+        secret = text
     if len(secret) < _LEAST_BYTES:
         cure = "make one that nobody can guess: openssl rand -hex 32 > FILE"
         raise _bad(name, f"holds {len(secret)} bytes, fewer than {_LEAST_BYTES}", cure)
@@ -87,8 +90,8 @@ def read_job_secret(environ: Mapping[str, str]) -> bytes | None:
 
 
 def hand_out(folder: Path, secret: bytes) -> dict[str, str]:
-    """Put a secret into a folder that only its owner can enter; the variable that tells processes of this host."""
-    path = folder / HANDED_OUT
+    """Put a secret into a folder that only its owner can enter; returns the variable for processes of this host."""
+    path = folder / "job-secret"
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -103,7 +106,7 @@ def derive(secret: bytes, purpose: str) -> bytes:
 
 
 def openness(descriptor: int) -> str:
-    """Why an open file keeps no secret; empty: it is a plain one of this user that nobody else can read or write."""
+    """Why an open file cannot keep a secret; empty: it is a plain file of this user, closed to all others."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         return "is no plain file"
@@ -113,40 +116,22 @@ def openness(descriptor: int) -> str:
     return f"has the mode {mode:o}, others can read or write it" if mode & 0o077 else ""
 
 
-def _without_line_break(content: bytes) -> bytes:
-    """Of text (printable ASCII) what stands before the line break at its end, which editors add and copying loses; of
-    anything else every byte."""
-    text = content.removesuffix(b"\n").removesuffix(b"\r")
-    return text if all(byte in _PRINTABLE for byte in text) else content
-
-
-def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        problem = openness(descriptor)
-        if problem:
-            cure = f"have the user of the job own it: chmod 600 {path}; make another if others could read it"
-            raise _bad(str(path), problem, cure)
-        return os.read(descriptor, _MOST_BYTES)
-    finally:
-        os.close(descriptor)
-
-
 def _bad(path: str, problem: str, cure: str) -> UserError:
     return UserError(f"the file with the job's secret {problem}", cure=cure, field=VARIABLE, value=path)
 
 
 SECRET_BYTES = 32
 TAG_BYTES = 16
-MESSAGE_BYTES = 32 + TAG_BYTES
-"""Of either message of the greeting, where it says nothing else."""
-
+MESSAGE_BYTES = 32 + TAG_BYTES  # of either message of the greeting, where it says nothing else
 _NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"
 _NONCE = struct.Struct("!4xQ")
 
 
 class NotAuthenticError(ValueError):
-    """It does not come from somebody who has the secret, or not as that one has sent it."""
+    """The sender does not have the secret, or the message was changed on its way."""
+
+    def __init__(self) -> None:
+        super().__init__("it was changed on its way, or does not come from somebody with the secret")
 
 
 class Cipher:
@@ -157,19 +142,15 @@ class Cipher:
         self._number = 0
 
     def seal(self, content: bytes, beside: bytes = b"") -> bytes:
-        """What nobody else can read or change; `beside` cannot be changed either, but is not in it."""
+        """The content, encrypted and authenticated; `beside` is authenticated too, but not in it."""
         return self._aes.encrypt(self._next(), content, beside)
 
     def open(self, sealed: bytes, beside: bytes = b"") -> bytes:
-        """What was sealed.
-
-        Raises:
-            NotAuthenticError: this is not what the other side has sealed next.
-        """
+        """What was sealed. Raises NotAuthenticError: this is not what the other side has sealed next."""
         try:
             return self._aes.decrypt(self._next(), sealed, beside)
         except InvalidTag:
-            raise _wrong() from None
+            raise NotAuthenticError from None
 
     def seal_into(self, content: memoryview, sealed: memoryview) -> None:
         """As `seal`; `sealed` is longer by `TAG_BYTES`."""
@@ -180,7 +161,7 @@ class Cipher:
         try:
             self._aes.decrypt_into(self._next(), sealed, None, content)
         except InvalidTag:
-            raise _wrong() from None
+            raise NotAuthenticError from None
 
     def _next(self) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -206,7 +187,6 @@ class Handshake:
     """The greeting of one side: the caller writes and then reads, the listener reads and then writes.
 
     Args:
-        secret: that only the two sides know.
         prologue: what both know and want to be sure to know alike.
         ephemeral: for tests; None: a new key.
     """
@@ -248,7 +228,7 @@ class Handshake:
         """
         public, sealed = message[:32], message[32:]
         if len(sealed) < TAG_BYTES:
-            raise _wrong()
+            raise NotAuthenticError
         self._theirs = public
         self._mix_public(public)
         if self._calls:
@@ -274,7 +254,7 @@ class Handshake:
         try:
             self._mix_key(self._ephemeral.exchange(X25519PublicKey.from_public_bytes(self._theirs)))
         except ValueError:  # a point of small order: the result would be known to all
-            raise _wrong() from None
+            raise NotAuthenticError from None
 
     def _mix_key(self, material: bytes) -> None:
         self._chain, key = _expand(self._chain, material, 2)
@@ -290,48 +270,35 @@ def _expand(chain: bytes, material: bytes, count: int) -> list[bytes]:
     return found
 
 
-def _wrong() -> NotAuthenticError:
-    return NotAuthenticError("it was changed on its way, or does not come from somebody with the secret")
-
-
 HELLO_BYTES = 32
-PROOF_S = 3.0
-"""What a caller has for its proof."""
-
+PROOF_S = 3.0  # what a caller has for its proof
 MOST_UNPROVEN = 1024
 BACKLOG = 4096
-_TURNS = 8  # in which all places can be taken: between them, those who wait are heard
+_TURNS = 8  # rounds in which all places can be taken: between them, callers that wait are heard
 _RANDOM_BYTES = 4096
 _REST_S = 0.05  # without a descriptor for the next connection
 
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """Somebody who has not proved anything yet."""
-
     connection: socket.socket
     address: str
     until_s: float
     hello: bytes
-    said: bytes = b""
-
-
-Admit = Callable[[socket.socket, str, Handshake], None]
-"""Is given a blocking socket, the caller's address, and the handshake, which is ours to go on with."""
+    message: bytes = b""  # as much as has come of it
 
 
 class Gate:
-    """Lets in, from a thread of its own, who has the secret.
+    """Admits callers that have the secret, from a thread of its own.
 
     Args:
         server: a listening TCP socket, which this takes over.
         secret: gives it when it is asked for; None: there is none now, and everybody is turned away.
         label: of what is spoken and in which version, `HELLO_BYTES` less 16 at most; both sides have to have the same.
-        admit: called from the thread for each who is let in; it must not wait.
-        report: called from the thread with a line about those who were not, a bounded number of them.
-        name: of the thread.
+        admit: called from the thread for each who is let in, with a blocking socket, the caller's address, and the
+            handshake, which is ours to go on with; it must not wait.
+        report: called from the thread with a line about callers that were not, a bounded number of times.
         most: callers that may wait at one time, at most.
-        proof_s: see `PROOF_S`.
     """
 
     def __init__(
@@ -339,7 +306,7 @@ class Gate:
         server: socket.socket,
         secret: Callable[[], bytes | None],
         label: bytes,
-        admit: Admit,
+        admit: Callable[[socket.socket, str, Handshake], None],
         report: Callable[[str], None],
         *,
         name: str = "gate",
@@ -350,7 +317,7 @@ class Gate:
         self._admit, self._report = admit, report
         self._most, self._proof_s = most, proof_s
         self._throttle = LogThrottle()
-        # By descriptor; those who came first are first, which a `dict` would find in linear time.
+        # By descriptor; the oldest is first, which a `dict` would find in linear time.
         self._callers: OrderedDict[int, _Caller] = OrderedDict()
         self._key: tuple[bytes, PreSharedKey] | None = None  # of the secret that was used last
         self._random = b""
@@ -364,7 +331,7 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more, hang up on those who wait, and wait for the thread to be gone."""
+        """Stop listening, hang up on all that wait, and wait for the thread to end."""
         if self._closing:
             return
         self._closing = True
@@ -380,23 +347,22 @@ class Gate:
     def _run(self) -> None:
         listening = self._server.fileno()
         while not self._closing:
-            found = [descriptor for descriptor, _ in self._poll.poll(self._patience_s())]
+            oldest = self._oldest()
+            patience_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
+            found = [descriptor for descriptor, _ in self._poll.poll(patience_s)]
             for descriptor in found:  # first those who are here: some have their proof, others are gone and make room
                 caller = self._callers.get(descriptor)
                 if caller is not None:
                     self._hear(caller)
-            self._drop_late()
+            now_s = time.monotonic()
+            while (oldest := self._oldest()) is not None and oldest.until_s <= now_s:
+                line = f"{oldest.address} did not prove within {self._proof_s:g} s that it may call"
+                self._refuse(oldest, "time", line)
             if listening in found:
                 self._accept()
 
-    def _patience_s(self) -> float | None:
-        oldest = self._oldest()
-        return None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
-
-    def _drop_late(self) -> None:
-        now_s = time.monotonic()
-        while (oldest := self._oldest()) is not None and oldest.until_s <= now_s:
-            self._refuse(oldest, "time", f"{oldest.address} did not prove within {self._proof_s:g} s that it may call")
+    def _oldest(self) -> _Caller | None:
+        return next(iter(self._callers.values()), None)
 
     def _accept(self) -> None:
         for _ in range(max(1, self._most // _TURNS)):
@@ -405,18 +371,24 @@ class Gate:
             except BlockingIOError:
                 return
             except OSError as error:  # it is gone again, or there is no descriptor left
-                self._make_room(error)
+                if (oldest := self._oldest()) is not None:
+                    self._refuse(oldest, "descriptors", f"{oldest.address} was dropped: {error.strerror}")
+                else:
+                    time.sleep(_REST_S)
                 return
-            early = _heard_early(connection)
-            if early is None:
+            try:
+                early = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:  # it waits, as it should
                 self._begin(connection, address[0])
-            else:
-                connection.close()
-                fault = "spoke before it was asked" if early else "hung up before it had proved anything"
-                self._say("early" if early else "gone", f"{address[0]} {fault}")
+                continue
+            except OSError:
+                early = b""
+            connection.close()
+            fault = "spoke before it was asked" if early else "hung up before it had proved anything"
+            self._report_one("early" if early else "gone", f"{address[0]} {fault}")
 
     def _begin(self, connection: socket.socket, address: str) -> None:
-        self._random = self._random or os.urandom(_RANDOM_BYTES)
+        self._random = self._random or os.urandom(_RANDOM_BYTES)  # many at once: a system call for each would cost more
         hello, self._random = self._label.ljust(HELLO_BYTES - 16, b"\0") + self._random[:16], self._random[16:]
         caller = _Caller(connection, address, time.monotonic() + self._proof_s, hello)
         try:
@@ -431,23 +403,19 @@ class Gate:
         if len(self._callers) > self._most and (oldest := self._oldest()) is not None:
             self._refuse(oldest, "many", f"{oldest.address} was dropped: more than {self._most} call without proof")
 
-    def _oldest(self) -> _Caller | None:
-        return next(iter(self._callers.values()), None)
-
     def _hear(self, caller: _Caller) -> None:
         try:
-            piece = caller.connection.recv(MESSAGE_BYTES - len(caller.said), socket.MSG_DONTWAIT)
+            piece = caller.connection.recv(MESSAGE_BYTES - len(caller.message), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
             piece = b""
-        caller.said += piece
+        caller.message += piece
         if not piece:
             self._refuse(caller, "gone", f"{caller.address} hung up before it had proved anything")
-        elif len(caller.said) == MESSAGE_BYTES:
-            self._judge(caller)
-
-    def _judge(self, caller: _Caller) -> None:
+            return
+        if len(caller.message) < MESSAGE_BYTES:
+            return
         secret = self._secret()
         if secret is None:
             self._refuse(caller, "secret", f"{caller.address} called before there was a secret to know it by")
@@ -456,7 +424,7 @@ class Gate:
             self._key = secret, PreSharedKey(secret)
         handshake = Handshake(self._key[1], caller.hello, calls=False)
         try:
-            handshake.read(caller.said)
+            handshake.read(caller.message)
         except NotAuthenticError:
             self._refuse(caller, "proof", f"{caller.address} does not have the secret of this job")
             return
@@ -464,36 +432,19 @@ class Gate:
         self._poll.unregister(caller.connection)
         self._admit(caller.connection, caller.address, handshake)
 
-    def _make_room(self, error: OSError) -> None:
-        oldest = self._oldest()
-        if oldest is not None:
-            self._refuse(oldest, "descriptors", f"{oldest.address} was dropped: {error.strerror}")
-        else:
-            time.sleep(_REST_S)
-
     def _refuse(self, caller: _Caller, kind: str, line: str) -> None:
         self._drop(caller)
-        self._say(kind, line)
+        self._report_one(kind, line)
 
     def _drop(self, caller: _Caller) -> None:
         del self._callers[caller.connection.fileno()]
         with contextlib.suppress(OSError):
             caller.connection.close()
 
-    def _say(self, kind: str, line: str) -> None:
+    def _report_one(self, kind: str, line: str) -> None:
         others = self._throttle.due(kind)
         if others is not None:
             self._report(line + and_others(others))
-
-
-def _heard_early(connection: socket.socket) -> bytes | None:
-    """What has come of somebody who was not spoken to yet; nothing: it has hung up; None: it waits, as it should."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
 
 
 def knock(hello: bytes, label: bytes, secret: bytes) -> tuple[Handshake, bytes]:

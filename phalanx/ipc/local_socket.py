@@ -35,9 +35,6 @@ def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = (
 def receive(connection: socket.socket, decoder: PacketDecoder) -> tuple[Any, list[int]]:
     """Wait for the next packet and its descriptors; (None, []) when the other side is gone.
 
-    Args:
-        decoder: of the messages that may come.
-
     Raises:
         BadMessageError: the packet is none of them; its descriptors are closed.
     """

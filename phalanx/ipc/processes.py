@@ -1,11 +1,4 @@
-"""Processes of a host: children that end with their parent, the process table, stop signals, stack dumps.
-
-`STOP_SIGNALS` mean "stop soon": launchers pass them on, ranks heed them, and helpers of ranks leave them to the ranks.
-
-Slurm sends what its user chose (``--signal``; submitit chooses SIGUSR2), and SIGTERM before its SIGKILL in any case;
-others send SIGUSR1, SIGUSR2 or SIGXCPU at their soft limits, the kernel SIGXCPU for CPU time. By default each of them
-ends the process: heeding it loses nothing.
-"""
+"""Processes of a host: children that end with their parent, the process table, stack dumps."""
 
 from __future__ import annotations
 
@@ -21,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +24,11 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 _WATCH_S = 0.2
+_NICE_TRIES = 5  # the kernel takes one change of an autogroup in a tenth of a second
+_NICE_S = 0.1
 
-_GIVEN_WAY_TRIES = 5  # the kernel takes one change of an autogroup in a tenth of a second
-_GIVEN_WAY_S = 0.1
+StartChild = Callable[[Callable[[], subprocess.Popen]], subprocess.Popen]
+"""Starts a child of an executor's own: see `phalanx.run.executor.reaper.Reaper.helper`."""
 
 # Open in a process that has initialised CUDA or ROCm; the driver's state does not survive a fork.
 _DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
@@ -48,16 +42,22 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it went before the kernel was told
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(_WATCH_S)
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+    if os.getppid() != parent:  # it was gone before the kernel knew
         os._exit(1)
 
 
 def start_helper(module: str) -> subprocess.Popen[str]:
-    """Start ``python -m MODULE PID``, which is spoken to in lines of text through its stdin and stdout.
+    """Start ``python -m MODULE PID``, with lines of text on its stdin and stdout.
 
-    It imports nothing of the caller, is to call `die_with_parent` with the process id that it is given, and stands
-    outside the terminal's foreground group: what a Ctrl-C means is for its parent alone to say.
+    It imports nothing of the caller, is to call `die_with_parent` with that process id, and stands outside the
+    terminal's foreground group: what a Ctrl-C means is for its parent alone to decide.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.Popen(
@@ -84,12 +84,12 @@ def give_way(nice: int) -> None:
     half of a busy core however nice its threads are.
     """
     group = Path("/proc/self/autogroup")
-    for _ in range(_GIVEN_WAY_TRIES):
+    for _ in range(_NICE_TRIES):
         try:
             group.write_text(str(nice))
             return
         except BlockingIOError:
-            time.sleep(_GIVEN_WAY_S)
+            time.sleep(_NICE_S)
         except OSError:  # no such kernel
             return
 
@@ -108,28 +108,18 @@ def why_not_fork(modules: dict[str, Any]) -> str | None:
     torch = modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "the imports initialised CUDA"
-    touched = [name for name in _open_files() if name in _DEVICE_FILES]
-    return f"the imports opened {touched[0]}" if touched else None
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor that lists the folder is gone again
+            name = str(link.readlink())
+            if name in _DEVICE_FILES:
+                return f"the imports opened {name}"
+    return None
 
 
 def task_names() -> list[str]:
     """Names of the threads of this process as the kernel counts them, Python's or not, the main one first."""
     tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
     return [(task / "comm").read_text().strip() for task in tasks]
-
-
-def _open_files() -> list[str]:
-    names = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor that lists the folder is gone again
-            names.append(str(link.readlink()))
-    return names
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    os._exit(1)
 
 
 _GONE = "ZXx"
@@ -143,11 +133,9 @@ class Process:
     """A process at one moment.
 
     Attributes:
-        group, session: numbers of its process group and session.
         state: as in /proc: ``R``, ``S``, ``D`` (in the kernel, not to be killed), ``T`` (stopped), ``Z`` …
-        threads: how many.
         cpu_ticks: CPU time so far, in clock ticks.
-        started_ticks: when it began, after the boot; with its number it says which process it is.
+        started_ticks: when it began, after the boot; with its number it identifies the process.
     """
 
     pid: int
@@ -234,14 +222,25 @@ def descendants(table: Mapping[int, Process], roots: Iterable[int]) -> set[int]:
     return found
 
 
+def send(process: Process, number: int) -> None:
+    """Send a signal to this very process, never to one that has been given its number since; nothing where it is gone.
+
+    Raises:
+        PermissionError: it belongs to somebody else.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            now = read_process(process.pid)
+            if now is not None and now.started_ticks == process.started_ticks:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
 @dataclass(frozen=True)
 class Identity:
-    """A process: its number may be given again, its number and start time are not.
-
-    Attributes:
-        started_ticks: when it began, in clock ticks since the machine did.
-        boot_id: of the machine's start.
-    """
+    """A process: its number may be given again; number, start in clock ticks and the machine's boot id are not."""
 
     pid: int
     started_ticks: int
@@ -249,7 +248,7 @@ class Identity:
 
 
 def identity_of(pid: int) -> Identity | None:
-    """Who has the number `pid` now; None where nobody has it, or what has it has ended."""
+    """The process that has the number `pid` now; None where none has it, or it has ended."""
     process = read_process(pid)
     if process is None or process.state in "ZX":
         return None
@@ -257,11 +256,7 @@ def identity_of(pid: int) -> Identity | None:
 
 
 class Watched:
-    """A process whose end is told in the running event loop, whoever its parent is.
-
-    Args:
-        identity: of the process.
-        on_end: called once, when it is gone.
+    """A process whose end is reported in the running event loop, also where it is not a child: `on_end` is called once.
 
     Raises:
         ProcessLookupError: it is gone already.
@@ -276,7 +271,7 @@ class Watched:
             raise ProcessLookupError(f"process {identity.pid} is another one now")
         self._ended = asyncio.Event()
         self.code: int | None = None
-        """How it ended, as subprocess has it; None: it has not, or is no child of this process."""
+        """How it ended, as subprocess has it; None: it has not, or is not a child of this process."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._end)
 
@@ -310,59 +305,6 @@ class Watched:
         self._on_end()
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Training ends after the step in progress, with a checkpoint, when one of these comes."""
-
-
-class ReceivedSignals:
-    """Context that collects signals instead of acting on them, whichever thread of the process takes them.
-
-    They come through a pipe (`signal.set_wakeup_fd`) as the kernel delivers them. What waits for a pipe misses none,
-    which `sigwaitinfo` does: a signal to a process goes to any of its threads that does not block it, and numpy alone
-    starts one per core. Outside the main thread, where Python delivers no signals, none ever comes.
-
-    Args:
-        numbers: to be collected; what the process ignores too.
-    """
-
-    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
-        self._numbers = frozenset(numbers)
-        self._before: dict[signal.Signals, Any] = {}
-        self._mask: set[int | signal.Signals] = set()
-        self._reader = self._writer = self._pipe = -1
-
-    def fileno(self) -> int:
-        """A descriptor to wait for; it may be readable for other signals, too."""
-        return self._reader
-
-    def take(self, timeout_s: float | None = 0.0) -> list[signal.Signals]:
-        """What has come since the last call, in order.
-
-        Args:
-            timeout_s: waited until something has come; None: without end. What comes may be none of `numbers`.
-        """
-        if not wait([self._reader], timeout_s):
-            return []
-        return [signal.Signals(number) for number in os.read(self._reader, 4096) if number in self._numbers]
-
-    def __enter__(self) -> ReceivedSignals:
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        if threading.current_thread() is threading.main_thread():
-            self._pipe = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
-            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            signal.set_wakeup_fd(self._pipe)
-        os.close(self._reader)
-        os.close(self._writer)
-
-
 def dump_signal() -> int:
     """The signal on which a process that has called `register` writes its stacks: nothing else uses it."""
     return int(signal.SIGRTMAX) - 3
@@ -374,13 +316,10 @@ def dump_beside(page: str | os.PathLike[str]) -> Path:
 
 
 def register(path: Path) -> None:
-    """Have this process add the stacks of all its threads to a file whenever it gets `dump_signal`.
+    """Have this process add the stacks of all its threads to a file, which stays open, whenever it gets `dump_signal`.
 
     It does so although Python does not run. What it waits for in the kernel goes on, as after any signal that restarts
-    system calls; sleeping and polling in C, which are never restarted, return early. The file stays open.
-
-    Raises:
-        OSError: it cannot be written to.
+    system calls; sleeping and polling in C, which are never restarted, return early.
     """
     file = path.open("a")  # faulthandler keeps it
     faulthandler.register(dump_signal(), file=file, all_threads=True, chain=False)

@@ -1,19 +1,19 @@
 """What one rank does in a tree of ranks that exchange small values: pure, no sockets, no clock.
 
-Rank r hears its children, ranks 32 r + 1 to 32 r + 32, and tells its parent; so what a rank holds open and what it is
-sent grow with the depth of the tree, not with the job. Values go up, put together on the way; what all are told comes
-down. Operations are numbered, as every rank makes the same ones in the same order; many may be under way.
+Rank r hears its children, ranks 32 r + 1 to 32 r + 32, and sends to its parent; so what a rank holds open and what it
+receives grow with the depth of the tree, not with the job. Values go up, put together on the way; results come down.
+Operations are numbered, as every rank makes the same ones in the same order; many may be under way.
 
-A failure is final: whoever sees it tells its neighbours, so that all ranks raise the same error, which names the rank
-that is the cause. Whoever waits too long asks around who has not come: ranks pass the question on to those that they
-wait for themselves, whatever else they are doing, and the answers come back to those who asked.
+A failure is final: the rank that sees it sends it to its neighbours, so that all ranks raise the same error, which
+names the cause. A rank that waits too long asks which others have not come: ranks pass the question on to those that
+they wait for themselves, whatever else they are doing, and the answers come back.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -26,7 +26,7 @@ _ENTRY = struct.Struct("!IQ")  # rank, bytes of its value
 _SHOWN = 8
 
 
-class Kind(IntEnum):
+class OperationKind(IntEnum):
     """Of operations."""
 
     GATHER = 1
@@ -35,8 +35,8 @@ class Kind(IntEnum):
     LOWEST = 4
 
 
-class Word(IntEnum):
-    """What a message says: a value on its way up or down; the job has failed; who is missing?; these ranks are."""
+class MessageType(IntEnum):
+    """A value on its way up or down; the job has failed; who is missing?; these ranks are."""
 
     UP = 1
     DOWN = 2
@@ -45,7 +45,7 @@ class Word(IntEnum):
     MISSING = 5
 
 
-class Message(NamedTuple):
+class TreeMessage(NamedTuple):
     """One message between neighbours.
 
     Attributes:
@@ -54,31 +54,29 @@ class Message(NamedTuple):
         body: a value, a text, or names as JSON.
     """
 
-    word: int
+    type: int
     kind: int
     number: int
     body: bytes
 
 
 def parent_of(rank: int) -> int | None:
-    """The rank that `rank` tells its values; None: it is the first."""
+    """The rank that `rank` sends its values to; None: it is the first."""
     return (rank - 1) // FAN_OUT if rank else None
 
 
 def children_of(rank: int, size: int) -> range:
-    """The ranks that tell `rank` theirs."""
+    """The ranks that send `rank` theirs."""
     return range(FAN_OUT * rank + 1, min(FAN_OUT * (rank + 1), size - 1) + 1)
 
 
 @dataclass
 class _Operation:
-    """One operation, as far as this rank knows of it."""
-
-    kind: Kind
+    kind: OperationKind
     parts: dict[int, bytes] = field(default_factory=dict)
     answer: Future[bytes] = field(default_factory=Future)
     is_mine: bool = False
-    is_told: bool = False
+    is_sent_up: bool = False
     result: bytes | None = None
     askers: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
@@ -86,8 +84,8 @@ class _Operation:
     missing: dict[str, None] = field(default_factory=dict)
 
 
-class Node:
-    """One rank of the tree. Whoever calls it takes care that calls come one after the other.
+class TreeNode:
+    """One rank of the tree. Not for several threads at once.
 
     Args:
         name: of this rank, for others' errors, such as ``rank 5 on node1``.
@@ -97,13 +95,13 @@ class Node:
         failed: why nothing more can be exchanged; empty while it can.
     """
 
-    def __init__(self, rank: int, size: int, name: str, send: Callable[[int, Message], None]) -> None:
+    def __init__(self, rank: int, size: int, name: str, send: Callable[[int, TreeMessage], None]) -> None:
         self.rank, self.size, self.name, self._send = rank, size, name, send
         self.parent, self.children = parent_of(rank), children_of(rank, size)
         self.failed = ""
         self._names: dict[int, str] = {}
         self._gone: dict[int, str] = {}
-        self._unsent: dict[int, list[Message]] = {}
+        self._unsent: dict[int, list[TreeMessage]] = {}
         self._next = 0
         self._open: dict[int, _Operation] = {}
 
@@ -113,22 +111,22 @@ class Node:
         for message in self._unsent.pop(neighbour, []):
             self._send(neighbour, message)
         if self.failed:
-            self._say(neighbour, Word.FAILED, 0, self.failed.encode())
+            self._post(neighbour, MessageType.FAILED, 0, self.failed.encode())
 
-    def start(self, kind: Kind, value: bytes) -> tuple[int, Future[bytes]]:
+    def start(self, kind: OperationKind, value: bytes) -> tuple[int, Future[bytes]]:
         """This rank takes part in its next operation; its number, and what it comes to.
 
         A gather and a collection come to the `entries` of all (the latter elsewhere than on rank 0 to nothing), a
         broadcast to rank 0's value, `LOWEST` to the lowest JSON value that is not null.
         """
         number, self._next = self._next, self._next + 1
-        operation = self._operation(number, kind)
+        operation = self._open.setdefault(number, _Operation(kind))
         answer = operation.answer
         operation.is_mine = True
         if self.failed:
             answer.set_exception(PeerError(self.failed))
             return number, answer
-        if kind in (Kind.GATHER, Kind.COLLECT):
+        if kind in (OperationKind.GATHER, OperationKind.COLLECT):
             value = _ENTRY.pack(self.rank, len(value)) + value
         operation.parts[self.rank] = value
         if operation.kind is kind:
@@ -136,30 +134,30 @@ class Node:
             for neighbour, why in self._gone.items():
                 self._miss(number, operation, neighbour, why)
         else:
-            self.fail(f"{self.name} is to {words(kind)} while others are to {words(operation.kind)}")
+            self.fail(f"{self.name} is to {described(kind)} while others are to {described(operation.kind)}")
         return number, answer
 
-    def hear(self, neighbour: int, message: Message) -> None:
+    def hear(self, neighbour: int, message: TreeMessage) -> None:
         """A message has come."""
-        word, kind, number, body = message
+        message_type, kind, number, body = message
         if self.failed:
             return
-        if word == Word.FAILED:
+        if message_type == MessageType.FAILED:
             self.fail(body.decode(), by=neighbour)
-        elif word == Word.WHO:
-            self._asked(neighbour, number, Kind(kind))
-        elif word == Word.MISSING:
-            self._told_missing(neighbour, number, json.loads(body))
+        elif message_type == MessageType.WHO:
+            self._hear_question(neighbour, number, OperationKind(kind))
+        elif message_type == MessageType.MISSING:
+            self._hear_missing(neighbour, number, json.loads(body))
         else:
-            operation = self._operation(number, Kind(kind))
+            operation = self._open.setdefault(number, _Operation(OperationKind(kind)))
             if operation.kind != kind:
-                first = f"{self._name(neighbour)} is to {words(Kind(kind))}"
-                self.fail(f"{first} while others are to {words(operation.kind)}")
-            elif word == Word.UP:
+                first = f"{self._name(neighbour)} is to {described(OperationKind(kind))}"
+                self.fail(f"{first} while others are to {described(operation.kind)}")
+            elif message_type == MessageType.UP:
                 operation.parts[neighbour] = body
                 self._advance(number, operation)
             else:
-                self._tell(number, operation, body)
+                self._deliver(number, operation, body)
 
     def lost(self, neighbour: int, why: str) -> None:
         """A neighbour is gone; that matters as soon as something is needed of it."""
@@ -168,25 +166,25 @@ class Node:
             self._miss(number, operation, neighbour, why)
 
     def fail(self, why: str, by: int | None = None) -> None:
-        """Nothing more can be exchanged: raise that here, and tell the neighbours (but `by`)."""
+        """Nothing more can be exchanged: raise that here, and send it to the neighbours (but `by`)."""
         if self.failed:
             return
         self.failed = why
         for neighbour in list(self._names):
             if neighbour != by and neighbour not in self._gone:
-                self._say(neighbour, Word.FAILED, 0, why.encode())
+                self._post(neighbour, MessageType.FAILED, 0, why.encode())
         for operation in self._open.values():
             if operation.is_mine and not operation.answer.done():
                 operation.answer.set_exception(PeerError(why))
         self._open.clear()
 
-    def ask_around(self, number: int) -> None:
-        """Begin to ask who has not come to an operation of this rank."""
+    def ask_who_is_missing(self, number: int) -> None:
+        """Begin to ask which ranks have not come to an operation of this rank."""
         if number in self._open:
-            self._asked(self.rank, number, self._open[number].kind)
+            self._hear_question(self.rank, number, self._open[number].kind)
 
     def missing(self, number: int) -> str:
-        """Who has not come, in words, as far as answers have come since `ask_around`."""
+        """The ranks that have not come, in words, as far as answers have come since `ask_who_is_missing`."""
         operation = self._open.get(number)
         if operation is None:
             return "nobody"
@@ -196,62 +194,57 @@ class Node:
         return "; ".join(names[:_SHOWN]) + more or "nobody"
 
     def _advance(self, number: int, operation: _Operation) -> None:
-        """Pass on what is complete."""
-        if operation.kind is Kind.BROADCAST:
+        if operation.kind is OperationKind.BROADCAST:
             if self.rank == 0:
-                self._tell(number, operation, operation.parts[0])
+                self._deliver(number, operation, operation.parts[0])
             elif operation.result is not None:
-                self._tell(number, operation, operation.result)
+                self._deliver(number, operation, operation.result)
             return
         whole = operation.is_mine and len(operation.parts) == 1 + len(self.children)
-        if whole and not operation.is_told:
-            operation.is_told = True
-            body = self._together(operation)
-            if self.parent is None:
-                self._tell(number, operation, body)
+        if whole and not operation.is_sent_up:
+            operation.is_sent_up = True
+            if operation.kind is OperationKind.LOWEST:
+                values = [value for value in map(json.loads, operation.parts.values()) if value is not None]
+                body = json.dumps(min(values, default=None)).encode()
             else:
-                self._say(self.parent, Word.UP, number, body, operation.kind)
+                body = b"".join(operation.parts.values())
+            if self.parent is None:
+                self._deliver(number, operation, body)
+            else:
+                self._post(self.parent, MessageType.UP, number, body, operation.kind)
+                # The keys say which ranks have come; the values are not needed any more.
                 operation.parts = dict.fromkeys(operation.parts, b"")
-                if operation.kind is Kind.COLLECT:
+                if operation.kind is OperationKind.COLLECT:
                     del self._open[number]
-        if operation.kind is Kind.COLLECT and self.rank and not operation.answer.done():
+        if operation.kind is OperationKind.COLLECT and self.rank and not operation.answer.done():
             operation.answer.set_result(b"")
 
-    def _tell(self, number: int, operation: _Operation, body: bytes) -> None:
-        """What the operation comes to: tell it below, once, and here."""
-        if operation.result is None and operation.kind is not Kind.COLLECT:
+    def _deliver(self, number: int, operation: _Operation, body: bytes) -> None:
+        """Pass the result of an operation on to the children, once, and hand it out here."""
+        if operation.result is None and operation.kind is not OperationKind.COLLECT:
             for child in self.children:
-                self._say(child, Word.DOWN, number, body, operation.kind)
+                self._post(child, MessageType.DOWN, number, body, operation.kind)
         operation.result = body
         if operation.is_mine:
             operation.answer.set_result(body)
             del self._open[number]
 
-    def _together(self, operation: _Operation) -> bytes:
-        if operation.kind is not Kind.LOWEST:
-            return b"".join(operation.parts.values())
-        values = [value for value in map(json.loads, operation.parts.values()) if value is not None]
-        return json.dumps(min(values, default=None)).encode()
-
     def _miss(self, number: int, operation: _Operation, neighbour: int, why: str) -> None:
-        """Fail where an operation of this rank needs what will not come any more."""
         if self.failed or not operation.is_mine or number not in self._open:
             return
-        if neighbour == self.parent:
-            is_needed = True
-        else:
-            is_needed = operation.kind is not Kind.BROADCAST and neighbour not in operation.parts
-        if is_needed:
+        # Of a parent the result is needed, of a child its part, unless that has come.
+        is_part_needed = operation.kind is not OperationKind.BROADCAST and neighbour not in operation.parts
+        if neighbour == self.parent or is_part_needed:
             self.fail(f"{self._name(neighbour)} {why}")
 
-    def _asked(self, asker: int, number: int, kind: Kind) -> None:
-        """Somebody asks who is missing: say what is known, and ask those that are waited for here."""
+    def _hear_question(self, asker: int, number: int, kind: OperationKind) -> None:
+        # Answer with what is known, and ask those that are waited for here.
         if number < self._next and number not in self._open:
-            self._say(asker, Word.MISSING, number, b"[]")
+            self._post(asker, MessageType.MISSING, number, b"[]")
             return
-        operation = self._operation(number, kind)
+        operation = self._open.setdefault(number, _Operation(kind))
         operation.askers.add(asker)
-        goes_down = kind is not Kind.BROADCAST
+        goes_down = kind is not OperationKind.BROADCAST
         if not operation.is_mine and (goes_down or self.rank == 0):
             operation.missing[self.name] = None
         waited_for = [child for child in self.children if goes_down and child not in operation.parts]
@@ -262,10 +255,10 @@ class Node:
                 operation.missing[f"rank {neighbour}, which has not connected"] = None
             elif neighbour != asker and neighbour not in operation.asked:
                 operation.asked.add(neighbour)
-                self._say(neighbour, Word.WHO, number, b"", kind)
-        self._say(asker, Word.MISSING, number, json.dumps(list(operation.missing)).encode())
+                self._post(neighbour, MessageType.WHO, number, b"", kind)
+        self._post(asker, MessageType.MISSING, number, json.dumps(list(operation.missing)).encode())
 
-    def _told_missing(self, neighbour: int, number: int, names: Sequence[str]) -> None:
+    def _hear_missing(self, neighbour: int, number: int, names: Sequence[str]) -> None:
         operation = self._open.get(number)
         if operation is None:
             return
@@ -274,13 +267,10 @@ class Node:
         operation.missing |= dict.fromkeys(new)
         for asker in operation.askers - {neighbour}:
             if new:
-                self._say(asker, Word.MISSING, number, json.dumps(new).encode())
+                self._post(asker, MessageType.MISSING, number, json.dumps(new).encode())
 
-    def _operation(self, number: int, kind: Kind) -> _Operation:
-        return self._open.setdefault(number, _Operation(kind))
-
-    def _say(self, neighbour: int, word: Word, number: int, body: bytes, kind: int = 0) -> None:
-        message = Message(word, kind, number, body)
+    def _post(self, neighbour: int, type: MessageType, number: int, body: bytes, kind: int = 0) -> None:
+        message = TreeMessage(type, kind, number, body)
         if neighbour in self._names:
             self._send(neighbour, message)
         elif neighbour != self.rank:
@@ -292,22 +282,19 @@ class Node:
 
 def entries(body: bytes) -> list[bytes]:
     """The values of a gather, in order of rank."""
-    return [value for _, value in sorted(_entries(body))]
-
-
-def _entries(body: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
+    found, at = {}, 0
     while at < len(body):
         rank, length = _ENTRY.unpack_from(body, at)
         at += _ENTRY.size + length
-        yield rank, body[at - length : at]
+        found[rank] = body[at - length : at]
+    return [found[rank] for rank in sorted(found)]
 
 
-def words(kind: Kind) -> str:
+def described(kind: OperationKind) -> str:
     """What a rank does in such an operation, for messages."""
     return {
-        Kind.GATHER: "gather values",
-        Kind.COLLECT: "collect values on rank 0",
-        Kind.BROADCAST: "hear rank 0",
-        Kind.LOWEST: "meet",
+        OperationKind.GATHER: "gather values",
+        OperationKind.COLLECT: "collect values on rank 0",
+        OperationKind.BROADCAST: "hear rank 0",
+        OperationKind.LOWEST: "meet",
     }[kind]

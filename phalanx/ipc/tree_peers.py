@@ -4,8 +4,8 @@ The store is used once: a rank that has children writes down where it listens, a
 exchanged later goes over the connections, passed on by a thread of its own, so that no rank waits until the main
 thread of one that it is connected to has time. See `phalanx.ipc.rank_tree`.
 
-Who connects shows that he has read this attempt's store, which keeps out ranks of other attempts and stray connections.
-It is not a secret and guards nothing: as with gloo and NCCL, whoever reaches the store can be a rank.
+A rank that connects shows that it has read this attempt's store, which keeps out ranks of other attempts and stray
+connections. That guards nothing: as with gloo and NCCL, any process that reaches the store can be a rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
-from phalanx.core.addresses import is_loopback
+from phalanx.core.addresses import is_loopback, own_address
 from phalanx.core.peers import PeerError
-from phalanx.ipc.rank_tree import Kind, Message, Node, children_of, entries, parent_of, words
+from phalanx.ipc.rank_tree import OperationKind, TreeMessage, TreeNode, children_of, described, entries, parent_of
 
-_HEAD = struct.Struct("!BBQQ")  # word, kind, number, bytes of the body
+_HEAD = struct.Struct("!BBQQ")  # type, kind, number, bytes of the body
 _HELLO = struct.Struct("!16sI64s")  # token, rank, host
 _TOKEN_BYTES = 16
 _PROVE_S = 10.0
@@ -50,14 +50,12 @@ class KeyStore(Protocol):
 
 
 class TreePeers:
-    """One rank among all; it returns from the making when it is connected to its parent, whoever else has come.
+    """One rank among all; the constructor returns when it is connected to its parent.
 
     Args:
         store: of this attempt of the job; all ranks have the same.
         host: where the store is, as this rank reaches it: others are met by the same network.
-        name: of this host, for errors.
         timeout_s: longest wait for others; it may be changed.
-        connect_s: longest wait for the parent to be there.
         counted: around every wait of the calling thread.
 
     Raises:
@@ -78,8 +76,8 @@ class TreePeers:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._name, self._counted = f"rank {rank} on {name}", counted
         self._lock = threading.Lock()
-        self._node = Node(rank, size, self._name, self._send)
-        self._links: dict[int, _Link] = {}
+        self._node = TreeNode(rank, size, self._name, self._send)
+        self._links: dict[int, _Neighbour] = {}
         self._unproven: dict[socket.socket, tuple[bytearray, float]] = {}
         self._poll = selectors.DefaultSelector()
         self._wake, self._awake = socket.socketpair()
@@ -101,72 +99,70 @@ class TreePeers:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in order of rank, on every rank."""
-        return [json.loads(one) for one in entries(self._together(Kind.GATHER, value))]
+        return [json.loads(one) for one in entries(self._together(OperationKind.GATHER, value))]
 
     def collect(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in order of rank, on rank 0; None elsewhere, where it waits for nobody."""
-        body = self._together(Kind.COLLECT, value)
+        """The values of all ranks, in order of rank, on rank 0; None elsewhere, where it does not wait."""
+        body = self._together(OperationKind.COLLECT, value)
         return None if self.rank else [json.loads(one) for one in entries(body)]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        return json.loads(self._together(Kind.BROADCAST, value if self.rank == 0 else None))
+        return json.loads(self._together(OperationKind.BROADCAST, value if self.rank == 0 else None))
 
     def lowest(self, value: Any) -> Any:
         """The lowest of the values that are not None, on every rank; None where all are."""
-        return json.loads(self._together(Kind.LOWEST, value))
+        return json.loads(self._together(OperationKind.LOWEST, value))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._together(Kind.LOWEST, None)
+        self._together(OperationKind.LOWEST, None)
 
     def ask_highest(self, value: int) -> Callable[[], int]:
         """Begin to ask all ranks for a number; what is returned waits for the highest of them."""
-        number, answer = self._start(Kind.LOWEST, -value)
-        return lambda: -int(json.loads(self._wait(Kind.LOWEST, number, answer)))
+        number, answer = self._start(OperationKind.LOWEST, -value)
+        return lambda: -int(json.loads(self._wait(OperationKind.LOWEST, number, answer)))
 
     def close(self) -> None:
-        """Leave: what others were told still goes out, and nobody is waited for."""
+        """Leave: what was sent to others still goes out; other ranks are not waited for."""
         with self._lock:
             self._is_closing = True
         self._wake_up()
         self._thread.join(_FLUSH_S)
 
-    def _together(self, kind: Kind, value: Any) -> bytes:
+    def _together(self, kind: OperationKind, value: Any) -> bytes:
         return self._wait(kind, *self._start(kind, value))
 
-    def _start(self, kind: Kind, value: Any) -> tuple[int, Future[bytes]]:
+    def _start(self, kind: OperationKind, value: Any) -> tuple[int, Future[bytes]]:
         body = json.dumps(value).encode()
         with self._lock:
             if self._is_closing:
                 raise PeerError(f"{self._name} has left the others")
             return self._node.start(kind, body)
 
-    def _wait(self, kind: Kind, number: int, answer: Future[bytes]) -> bytes:
+    # `phalanx.detect.hangs.python_stacks` knows by this name that a rank waits for others.
+    def _wait(self, kind: OperationKind, number: int, answer: Future[bytes]) -> bytes:
         with self._counted() if not answer.done() else nullcontext():
             try:
                 return answer.result(self.timeout_s)
             except TimeoutError:
                 pass
             except PeerError as error:
-                raise PeerError(f"{self._name} was to {words(kind)}: {error}") from None
-            return self._after_timeout(kind, number, answer)
-
-    def _after_timeout(self, kind: Kind, number: int, answer: Future[bytes]) -> bytes:
-        """Find out who is missing, and say so to all."""
-        with self._lock:
-            self._node.ask_around(number)
-        with suppress(TimeoutError, PeerError):
-            return answer.result(min(_GRACE_S, max(0.2, self.timeout_s / 4)))
-        with self._lock:
-            who = self._node.missing(number)
-            self._node.fail(f"within {self.timeout_s:g} s these have not come to {words(kind)}: {who}")
-            why = self._node.failed
-        raise PeerError(f"{self._name} was to {words(kind)}: {why}")
+                raise PeerError(f"{self._name} was to {described(kind)}: {error}") from None
+            # Find out who is missing, and have all ranks raise the same.
+            with self._lock:
+                self._node.ask_who_is_missing(number)
+            with suppress(TimeoutError, PeerError):
+                return answer.result(min(_GRACE_S, max(0.2, self.timeout_s / 4)))
+            with self._lock:
+                who = self._node.missing(number)
+                self._node.fail(f"within {self.timeout_s:g} s these have not come to {described(kind)}: {who}")
+                why = self._node.failed
+            raise PeerError(f"{self._name} was to {described(kind)}: {why}")
 
     def _listen(self, store: KeyStore, host: str, name: str) -> None:
-        """Listen where this host's own end of a connection to the store is, and write that down."""
-        address, family = _own_address(host)
+        # Where this host's own end of a connection to the store is: by that network others reach it.
+        address, family = own_address(host)
         is_stores = is_loopback(address) and not is_loopback(host)  # others know this host by the store's name alone
         listener = socket.create_server(("" if is_stores else address, 0), family=family, backlog=128)
         listener.setblocking(False)
@@ -193,17 +189,17 @@ class TreePeers:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._links[neighbour] = link = _Link(neighbour, connection)
+        self._links[neighbour] = link = _Neighbour(neighbour, connection)
         self._poll.register(connection, selectors.EVENT_READ, link)
         self._node.met(neighbour, name)
 
-    def _send(self, neighbour: int, message: Message) -> None:
-        """Send what goes at once; the thread sends the rest. The lock is held."""
+    def _send(self, neighbour: int, message: TreeMessage) -> None:
+        # What goes at once; the thread sends the rest. The lock is held.
         link = self._links.get(neighbour)
         if link is None or link.is_gone:
             return
-        word, kind, number, body = message
-        link.out += _HEAD.pack(word, kind, number, len(body)) + body
+        *head, body = message
+        link.out += _HEAD.pack(*head, len(body)) + body
         link.flush()
         if link.out and threading.current_thread() is not self._thread:
             self._wake_up()
@@ -217,7 +213,7 @@ class TreePeers:
             self._pass_on()
         except Exception as error:  # whatever it is, nobody may wait for this rank
             with self._lock:
-                self._node.fail(f"{self._name} cannot pass on what others say: {type(error).__name__}: {error}")
+                self._node.fail(f"{self._name} cannot pass on what others send: {type(error).__name__}: {error}")
         self._let_go()
 
     def _pass_on(self) -> None:
@@ -226,7 +222,8 @@ class TreePeers:
             with self._lock:
                 if self._is_closing and deadline_s is None:
                     deadline_s = time.monotonic() + _FLUSH_S
-                if deadline_s is not None and (self._all_sent() or time.monotonic() > deadline_s):
+                is_all_sent = all(link.is_gone or not link.out for link in self._links.values())
+                if deadline_s is not None and (is_all_sent or time.monotonic() > deadline_s):
                     break
                 for link in self._links.values():
                     if not link.is_gone and bool(link.out) != link.is_watched:
@@ -236,10 +233,9 @@ class TreePeers:
             for key, events in self._poll.select(1.0 if self._unproven or deadline_s is not None else None):
                 with self._lock:
                     self._on_event(key, events)
-            self._forget_unproven()
-
-    def _all_sent(self) -> bool:
-        return all(link.is_gone or not link.out for link in self._links.values())
+            now_s = time.monotonic()
+            for connection in [one for one, (_, until_s) in self._unproven.items() if until_s < now_s]:
+                self._forget(connection)
 
     def _on_event(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._awake:
@@ -247,7 +243,7 @@ class TreePeers:
                 self._awake.recv(4096)
         elif key.fileobj is self._listener:
             self._accept()
-        elif isinstance(key.data, _Link):
+        elif isinstance(key.data, _Neighbour):
             if events & selectors.EVENT_WRITE:
                 key.data.flush()
             if events & selectors.EVENT_READ:
@@ -267,38 +263,33 @@ class TreePeers:
             self._prove(connection)  # most children have spoken by now, so that no crowd of others can push them out
 
     def _prove(self, connection: socket.socket) -> None:
-        """Somebody who has connected shows that he has read the store: a child; whoever cannot is dropped."""
-        said, _ = self._unproven[connection]
+        # A child shows that it has read the store; any other connection is dropped.
+        received, _ = self._unproven[connection]
         try:
-            chunk = connection.recv(_HELLO.size - len(said))
+            chunk = connection.recv(_HELLO.size - len(received))
         except BlockingIOError:
             return
         except OSError:
             chunk = b""
-        said += chunk
-        if chunk and len(said) < _HELLO.size:
+        received += chunk
+        if chunk and len(received) < _HELLO.size:
             return
         del self._unproven[connection]
         self._poll.unregister(connection)
-        if len(said) == _HELLO.size:
-            token, rank, name = _HELLO.unpack(said)
+        if len(received) == _HELLO.size:
+            token, rank, name = _HELLO.unpack(received)
             known = rank in self._links or rank not in self._node.children
             if hmac.compare_digest(token, self._token) and not known:
                 self._met(rank, f"rank {rank} on {name.rstrip(bytes(1)).decode(errors='replace')}", connection)
                 return
         connection.close()
 
-    def _forget_unproven(self) -> None:
-        now_s = time.monotonic()
-        for connection in [one for one, (_, until_s) in self._unproven.items() if until_s < now_s]:
-            self._forget(connection)
-
     def _forget(self, connection: socket.socket) -> None:
         del self._unproven[connection]
         self._poll.unregister(connection)
         connection.close()
 
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: _Neighbour) -> None:
         try:
             chunk = link.connection.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -323,7 +314,7 @@ class TreePeers:
         self._poll.close()
 
 
-class _Link:
+class _Neighbour:
     """The connection to a neighbour; `is_watched` says whether the thread waits until more can be sent."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -341,15 +332,15 @@ class _Link:
         except OSError:
             self.out.clear()  # it is gone; reading finds that out
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[TreeMessage]:
         """Those that are complete."""
         found, at = [], 0
         while len(self.got) >= at + _HEAD.size:
-            word, kind, number, length = _HEAD.unpack_from(self.got, at)
+            message_type, kind, number, length = _HEAD.unpack_from(self.got, at)
             end = at + _HEAD.size + length
             if len(self.got) < end:
                 break
-            found.append(Message(word, kind, number, bytes(self.got[at + _HEAD.size : end])))
+            found.append(TreeMessage(message_type, kind, number, bytes(self.got[at + _HEAD.size : end])))
             at = end
         del self.got[:at]
         return found
@@ -362,12 +353,3 @@ class _Link:
             while self.connection.recv(_CHUNK_BYTES):
                 pass
         self.connection.close()
-
-
-def _own_address(host: str) -> tuple[str, socket.AddressFamily]:
-    """By which address this machine reaches `host`; nothing is sent for it."""
-    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    family, *_, place = min(found, key=lambda one: one[0] != socket.AF_INET)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return probe.getsockname()[0], family

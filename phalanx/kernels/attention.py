@@ -23,7 +23,7 @@ last S positions of the keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -35,12 +35,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.core.errors import UserError
 from phalanx.kernels import attention_aten
-from phalanx.kernels.blocked import Engine, blocked_attention
 from phalanx.kernels.counter import dropout as counter_dropout
 from phalanx.kernels.masks import AttentionMask, flex_mask
 
 Backend = Literal["auto", "sdpa", "chunked", "flex", "cudnn", "flash", "efficient", "math"]
 Kernel = Literal["cudnn", "flash", "flex", "efficient", "math"]
+CpuEngine = Literal["flash", "matmul"]
 
 _CAUSAL_ONLY = ("cudnn", "flash", "efficient")
 SMALLEST_FLEX_HEAD = 16
@@ -49,12 +49,7 @@ SMALLEST_FLEX_HEAD = 16
 
 @dataclass(frozen=True)
 class CausalKernel:
-    """The kernel of plain causal attention on CUDA: what a run's self-test found to be right.
-
-    Attributes:
-        name: of the kernel.
-        length: positions of the sequences that it was tested with.
-    """
+    """The kernel of plain causal attention on CUDA that a run's self-test found right for sequences of `length`."""
 
     name: Kernel
     length: int
@@ -72,21 +67,13 @@ class CausalKernel:
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout of attention probabilities, element (sample position, head, key) of a counter hash.
+    """Dropout of attention probabilities, element (sample position, head, key) of a counter hash."""
 
-    Attributes:
-        rate: probability of dropping a probability, in [0, 1).
-        key: 64 bits of (seed, step, layer), from :func:`phalanx.kernels.counter.make_key`.
-        rows: (B, S) int64 identity of every query token, such as ``sample * sequence_length + position``.
-        first_head: logical index of head 0, when the heads are a slice.
-        num_heads: logical number of heads (default: those present).
-    """
-
-    rate: float
-    key: int
-    rows: Tensor
-    first_head: int = 0
-    num_heads: int | None = None
+    rate: float  # probability of dropping a probability, in [0, 1)
+    key: int  # 64 bits of (seed, step, layer), from :func:`phalanx.kernels.counter.make_key`
+    rows: Tensor  # (B, S) int64 identity of every query token, such as ``sample * sequence_length + position``
+    first_head: int = 0  # logical index of head 0, when the heads are a slice
+    num_heads: int | None = None  # logical number of heads (default: those present)
 
     def apply(self, probabilities_BHSK: Tensor) -> Tensor:
         """Drop elements of the probabilities."""
@@ -96,21 +83,7 @@ class AttentionDropout:
         return counter_dropout(probabilities_BHSK, self.rate, self.key, rows)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.shape[1] % k.shape[1]:
-        raise UserError(
-            f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads",
-            cure="make the number of query heads a multiple of the number of key/value heads",
-        )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise UserError(
-            f"shapes of queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit",
-            cure="pass (batch, heads, positions, head size) with equal batch and head size",
-        )
-
-
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
-    """torch's own kernel, told of causality by its flag where that suffices and by a boolean mask elsewhere."""
     grouped = q.shape[1] != k.shape[1]
     if mask.is_plain_causal:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -131,9 +104,8 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: floa
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, chunk: int | None) -> Tensor:
-    """Attention chunk by chunk of queries: each sees ``chunk + window - 1`` keys at most."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    engine: Engine = "matmul"
+    engine: CpuEngine = "matmul"
     if q.device.type == "cpu" and attention_aten.is_available():
         engine = cpu_engine(q, mask)
     size = chunk or (64 if engine == "flash" else 128)
@@ -143,7 +115,6 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float 
 def _math(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, dropout: AttentionDropout | None
 ) -> Tensor:
-    """Softmax(QK^T) V written out, softmax in fp32 or wider."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -165,7 +136,6 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _causal(backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
-    """Plain causal attention by one of torch's kernels for CUDA, named."""
     if q.device.type != "cuda":
         raise UserError(
             "this kernel is one of CUDA's", cure="use auto on this device", field="attention back end", value=backend
@@ -183,14 +153,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | N
             field="attention back end",
             value="flex",
         )
-    return flex_attend(q, k, v, mask, scale, _traced_flex() if torch.compiler.is_compiling() else _compiled_flex())
+    if torch.compiler.is_compiling():  # part of a graph that is compiled as a whole
+        from torch.nn.attention.flex_attention import flex_attention
 
-
-def _traced_flex() -> Callable[..., Any]:
-    """FlexAttention as part of a graph that is compiled as a whole."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
+        return flex_attend(q, k, v, mask, scale, flex_attention)
+    return flex_attend(q, k, v, mask, scale, _compiled_flex())
 
 
 def flex_attend(
@@ -205,9 +172,6 @@ def flex_partial(
     q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """Attention to some of the keys by FlexAttention on CUDA, so that it can be put together with that to others.
-
-    Args:
-        block_mask: see `phalanx.kernels.masks.block_mask`.
 
     Returns:
         The leaves that autograd can give gradients to, the result (B, H, S, E), and the fp32 log-sum-exp (B, H, S) of
@@ -232,7 +196,7 @@ def one_kernel(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> T
     alone would keep all scores.
     """
     out: Tensor
-    if torch.compiler.is_compiling():  # part of a larger graph, whose affair all this is
+    if torch.compiler.is_compiling():  # part of a larger graph, which decides all this
         out = attend(q, k, v)
         return out
     with torch.compiler.set_stance("default"):
@@ -244,8 +208,8 @@ def one_kernel(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> T
         return out.detach()
 
 
-def cpu_engine(q: Tensor, mask: AttentionMask) -> Engine:
-    """The faster engine of :func:`phalanx.kernels.blocked.blocked_attention` for these queries on a CPU.
+def cpu_engine(q: Tensor, mask: AttentionMask) -> CpuEngine:
+    """The faster engine of :func:`blocked_attention` for these queries on a CPU.
 
     Matrix products win in bf16 (docs/kernels.md) for as long as the probabilities, kept for the backward, stay below
     64 MiB a layer; the flash kernel wins in fp32, and keeps none.
@@ -258,11 +222,7 @@ def cpu_engine(q: Tensor, mask: AttentionMask) -> Engine:
 def choose_backend(
     q_BHSE: Tensor, mask: AttentionMask, *, has_dropout: bool = False, kernel: CausalKernel | None = None
 ) -> Backend:
-    """The back end that ``auto`` stands for: the fastest that honours the request (figures: docs/kernels.md).
-
-    Args:
-        kernel: of plain causal attention on CUDA; None: as torch chooses.
-    """
+    """The back end that ``auto`` stands for: the fastest that honours the request (figures: docs/kernels.md)."""
     if has_dropout:
         return "math"
     if mask.sees_everything or mask.query_length == 1:
@@ -298,41 +258,39 @@ def prepare(
 
 
 def attention(
-    q_BHSE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
+    q_BHSE: Tensor,  # queries, the last S positions of the keys
+    k_BKSE: Tensor,  # keys; their heads may be fewer than the queries' by a whole factor (grouped-query attention)
+    v_BKSE: Tensor,  # values, shaped as the keys
     *,
-    window: int | None = None,
+    window: int | None = None,  # position i sees ``i - window + 1 .. i``; None for all of the past
+    # integer document identity of every key position; attention stays inside a document
     documents_BS: Tensor | None = None,
-    scale: float | None = None,
-    dropout: AttentionDropout | None = None,
-    backend: Backend = "auto",
+    scale: float | None = None,  # factor of the scores (default ``E ** -0.5``)
+    dropout: AttentionDropout | None = None,  # of the probabilities, honoured by ``math`` alone
+    backend: Backend = "auto",  # see the module's table
+    # a mask built once for several layers, instead of ``window`` and ``documents_BS``
     mask: AttentionMask | None = None,
-    chunk: int | None = None,
+    chunk: int | None = None,  # queries per chunk of the chunked back end (default: by engine)
+    # what ``auto`` takes for plain causal attention on CUDA (default: what torch prefers)
     kernel: CausalKernel | None = None,
 ) -> Tensor:
-    """Causal attention of queries over keys, exact in every back end.
-
-    Args:
-        q_BHSE: queries, the last S positions of the keys.
-        k_BKSE: keys; their heads may be fewer than the queries' by a whole factor (grouped-query attention).
-        v_BKSE: values, shaped as the keys.
-        window: position i sees ``i - window + 1 .. i``; None for all of the past.
-        documents_BS: integer document identity of every key position; attention stays inside a document.
-        scale: factor of the scores (default ``E ** -0.5``).
-        dropout: dropout of the probabilities, honoured by ``math`` alone.
-        backend: see the module's table.
-        mask: a mask built once for several layers, instead of ``window`` and ``documents_BS``.
-        chunk: queries per chunk of the chunked back end (default: by engine).
-        kernel: what ``auto`` takes for plain causal attention on CUDA (default: what torch prefers).
-
-    Returns:
-        (B, H, S, E).
+    """Causal attention of queries over keys, exact in every back end; (B, H, S, E).
 
     Raises:
         UserError: shapes do not fit, or the back end cannot honour the request.
     """
-    _check(q_BHSE, k_BKSE, v_BKSE)
+    heads, kv_heads = q_BHSE.shape[1], k_BKSE.shape[1]
+    if heads % kv_heads:
+        raise UserError(
+            f"{kv_heads} key/value heads do not divide {heads} query heads",
+            cure="make the number of query heads a multiple of the number of key/value heads",
+        )
+    if k_BKSE.shape != v_BKSE.shape or q_BHSE.shape[::3] != k_BKSE.shape[::3]:
+        shapes = f"queries {tuple(q_BHSE.shape)}, keys {tuple(k_BKSE.shape)} and values {tuple(v_BKSE.shape)}"
+        raise UserError(
+            f"shapes of {shapes} do not fit",
+            cure="pass (batch, heads, positions, head size) with equal batch and head size",
+        )
     if dropout is not None and dropout.rate == 0.0:
         dropout = None
     if mask is None:
@@ -355,3 +313,226 @@ def attention(
     if backend == "chunked":
         return _chunked(q_BHSE, k_BKSE, v_BKSE, mask, scale, chunk)
     return _sdpa(q_BHSE, k_BKSE, v_BKSE, mask, scale)
+
+
+# Blocked attention on a CPU, a block of queries at a time, each over just the keys it can see.
+#
+# Two engines do the work of a block. `flash` runs torch's CPU flash kernel and keeps only the log-sum-exp; it is the
+# faster one in fp32. `matmul` writes the probabilities out with matrix products and keeps them for the backward; in
+# bf16 it is two to four times faster than the flash kernel up to a few hundred tokens (figures: docs/kernels.md),
+# at the price of the probabilities' memory.
+#
+# Autograd over slices of k and v would make a full-size gradient for every block; here every block's gradient is added
+# in place to its rows. Shapes besides: R = H / G, C queries of a block, W keys of a block, N = B G.
+
+# Elements of the key gradients that one call of the flash kernel makes for a run of blocks.
+_RUN_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What both passes of one call need beside tensors."""
+
+    mask: AttentionMask
+    scale: float
+    chunk: int
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """The positions of each block's queries and of the keys that they can see."""
+        mask = self.mask
+        for start in range(mask.key_length - mask.query_length, mask.key_length, self.chunk):
+            stop = min(start + self.chunk, mask.key_length)
+            first = 0 if mask.window is None else max(0, start - mask.window + 1)
+            yield slice(start, stop), slice(first, stop)
+
+    def rows(self, queries: slice) -> slice:
+        past = self.mask.key_length - self.mask.query_length
+        return slice(queries.start - past, queries.stop - past)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring blocks of one shape: each starts ``step`` positions after the one before, in queries and in keys."""
+
+    queries: slice
+    keys: slice
+    rows: slice
+    step: int
+    count: int = 1
+
+    def joined(self, other: _Run) -> _Run:
+        queries, keys = slice(self.queries.start, other.queries.stop), slice(self.keys.start, other.keys.stop)
+        return _Run(queries, keys, slice(self.rows.start, other.rows.stop), self.step, self.count + 1)
+
+    def first(self) -> tuple[slice, slice]:
+        back = (self.count - 1) * self.step
+        return slice(self.queries.start, self.queries.stop - back), slice(self.keys.start, self.keys.stop - back)
+
+
+def _runs(plan: _Plan, most: int) -> list[_Run]:
+    """The blocks, with up to ``most`` of one shape and one mask joined, so that a kernel call does many."""
+    runs: list[_Run] = []
+    for queries, keys in plan.blocks():
+        run = _Run(queries, keys, plan.rows(queries), plan.chunk)
+        last = runs[-1] if runs else None
+        if last is not None and plan.mask.documents_BS is None and last.count < most:
+            shift = last.count * last.step
+            if [slice(s.start + shift, s.stop + shift) for s in last.first()] == [run.queries, run.keys]:
+                runs[-1] = last.joined(run)
+                continue
+        runs.append(run)
+    return runs
+
+
+def _blocks_of(x_BHSE: Tensor, rows: slice, run: _Run) -> list[Tensor]:
+    """Views of a run's blocks: all samples of a single block, or for every sample (count, H, length, E)."""
+    if run.count == 1:
+        return [x_BHSE[:, :, rows]]
+    length = rows.stop - rows.start - (run.count - 1) * run.step
+    return [x[:, rows].unfold(1, length, run.step).permute(1, 0, 3, 2) for x in x_BHSE]
+
+
+def _add_blocks(total_BHSE: Tensor, sample: int, run: _Run, part: Tensor) -> None:
+    """Add a run's key gradients, whose blocks overlap, in strips that do not."""
+    if run.count == 1:
+        total_BHSE[:, :, run.keys] += part
+        return
+    rows, reach = total_BHSE[sample, :, run.keys], (run.count - 1) * run.step
+    for start in range(0, part.shape[2], run.step):
+        width = min(run.step, part.shape[2] - start)
+        strips = rows[:, start : start + reach + width].unfold(1, width, run.step).permute(1, 0, 3, 2)
+        strips += part[:, :, start : start + width]
+
+
+def _flash_runs(plan: _Plan, k: Tensor) -> list[_Run]:
+    """Runs of as many blocks as bounded memory allows: every call waits for all threads, so fewer calls are faster."""
+    if torch.compiler.is_compiling():  # adding to strided views of blocks that overlap, it loses gradients (torch 2.13)
+        return _runs(plan, 1)
+    keys = plan.chunk + (plan.mask.window or plan.mask.key_length)
+    return _runs(plan, max(1, _RUN_ELEMENTS // (k.shape[1] * keys * k.shape[3])))
+
+
+class _Flash(torch.autograd.Function):
+    """Blocks through torch's CPU flash kernel; the log-sum-exps are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+        B, H, S, E = q.shape
+        out = torch.empty(B, S, H, E, dtype=q.dtype, device=q.device).transpose(1, 2)
+        kept = []
+        for run in _flash_runs(plan, k):
+            bias = plan.mask.bias(*run.first(), q.dtype, q.device)
+            views = (
+                _blocks_of(x, rows, run) for x, rows in ((out, run.rows), (q, run.rows), (k, run.keys), (v, run.keys))
+            )
+            for out_, q_, k_, v_ in zip(*views, strict=True):
+                result, lse = attention_aten.cpu_forward(q_, k_, v_, bias, plan.scale)
+                out_.copy_(result)
+                kept.append(lse)
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, out, *kept)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, *kept = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        lses = iter(kept)
+        for run in _flash_runs(plan, k):
+            bias = plan.mask.bias(*run.first(), q.dtype, q.device)
+            by_query = (_blocks_of(x, run.rows, run) for x in (dq, out, grad, q))
+            by_key = (_blocks_of(x, run.keys, run) for x in (k, v))
+            for sample, (dq_, out_, g_, q_, k_, v_) in enumerate(zip(*by_query, *by_key, strict=True)):
+                parts = attention_aten.cpu_backward(g_, q_, k_, v_, out_, next(lses), bias, plan.scale)
+                dq_.copy_(parts[0])
+                _add_blocks(dk, sample, run, parts[1])
+                _add_blocks(dv, sample, run, parts[2])
+        return dq, dk, dv, None
+
+
+def _fold(x_BHSE: Tensor, groups: int) -> Tensor:
+    """(B, H, S, E) -> (N, R, S, E): the query heads that share a key head side by side, in dense memory."""
+    B, H, S, E = x_BHSE.shape
+    return x_BHSE.reshape(B * groups, H // groups, S, E)
+
+
+def _rows_of(x_NRSE: Tensor, rows: slice) -> Tensor:
+    """(N, R C, E): a block's queries of all heads that share a key head; a view when there is one such head."""
+    return x_NRSE[:, :, rows].flatten(1, 2)
+
+
+def _folded_bias(bias: Tensor, batch: int, groups: int, repeats: int) -> Tensor:
+    bias = bias.repeat(1, 1, repeats, 1) if repeats > 1 else bias
+    if bias.shape[0] == 1:
+        return bias[0]
+    return bias.expand(batch, groups, *bias.shape[2:]).reshape(batch * groups, *bias.shape[2:])
+
+
+def _added(total: Tensor | None, like: Tensor, rows: slice, part: Tensor) -> Tensor:
+    """The sum over blocks of a gradient's rows; a first block that covers all rows is taken as it is."""
+    if total is None:
+        if part.shape == like.shape:
+            return part
+        total = torch.zeros_like(like)
+    total[:, rows] += part
+    return total
+
+
+class _Matmul(torch.autograd.Function):
+    """Blocks through matrix products; the probabilities are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+        (B, H, S, E), G = q.shape, k.shape[1]
+        queries_, keys_, values_ = _fold(q, G), k.flatten(0, 1), v.flatten(0, 1)
+        out = torch.empty(B, S, H, E, dtype=q.dtype, device=q.device).transpose(1, 2)
+        kept = []
+        for queries, keys in plan.blocks():
+            rows, bias = plan.rows(queries), plan.mask.bias(queries, keys, q.dtype, q.device)
+            transposed = keys_[:, keys].transpose(1, 2)
+            bias = _folded_bias(bias, B, G, H // G)
+            scores = torch.baddbmm(bias, _rows_of(queries_, rows), transposed, alpha=plan.scale)
+            probabilities = torch.softmax(scores, dim=-1)
+            out[:, :, rows] = torch.bmm(probabilities, values_[:, keys]).view(B, H, -1, E)
+            kept.append(probabilities)
+        ctx.plan = plan
+        ctx.save_for_backward(queries_, keys_, values_, *kept)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *kept = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        (B, H, S, E), G, K = grad.shape, k.shape[0] // grad.shape[0], k.shape[1]
+        grads = _fold(grad, G)
+        dq = torch.empty_like(q)
+        dk: Tensor | None = None
+        dv: Tensor | None = None
+        for (queries, keys), probabilities in zip(plan.blocks(), kept, strict=True):
+            rows = plan.rows(queries)
+            block_grad = _rows_of(grads, rows)
+            dv = _added(dv, v, keys, torch.bmm(probabilities.transpose(1, 2), block_grad))
+            d_probabilities = torch.bmm(block_grad, v[:, keys].transpose(1, 2))
+            d_scores = torch.ops.aten._softmax_backward_data(d_probabilities, probabilities, -1, q.dtype)
+            dq[:, :, rows] = torch.bmm(d_scores, k[:, keys]).mul_(plan.scale).view(B * G, H // G, -1, E)
+            dk = _added(dk, k, keys, torch.bmm(d_scores.transpose(1, 2), _rows_of(q, rows)))
+        assert dk is not None and dv is not None, "there is at least one block"
+        return dq.view(B, H, S, E), dk.mul_(plan.scale).view(B, G, K, E), dv.view(B, G, K, E), None
+
+
+def blocked_attention(
+    q_BHSE: Tensor, k_BGKE: Tensor, v_BGKE: Tensor, mask: AttentionMask, *, scale: float, chunk: int, engine: CpuEngine
+) -> Tensor:
+    """Attention of ``chunk`` queries at a time, each block over the keys that its mask lets it see, itself at least.
+
+    The result (B, H, S, E) is stored as (B, S, H, E), so that joining the heads copies nothing. ``flash`` falls back to
+    ``matmul`` where torch lacks the operators.
+    """
+    if engine == "flash" and not attention_aten.is_available():
+        engine = "matmul"
+    function = _Flash if engine == "flash" else _Matmul
+    out: Tensor = function.apply(q_BHSE, k_BGKE, v_BGKE, _Plan(mask, scale, chunk))  # type: ignore[no-untyped-call]
+    return out

@@ -1,23 +1,15 @@
 """Attention with its log-sum-exp from torch's private operators, on a CPU and on CUDA: used in this file alone.
 
-*CPU: flash attention.*
+*CPU: flash attention.* ``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward are what
+``scaled_dot_product_attention`` runs on a CPU. Calling them directly lets a caller do the backward of many blocks into
+one gradient, which autograd over slices cannot do without a full-size zero tensor per block.
+``tests/kernels/test_flash_cpu.py`` says what they must do, and :func:`is_available` tells whether this torch has them:
+where it does not, callers fall back to matrix products.
 
-``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward are what ``scaled_dot_product_attention`` runs on
-a CPU. Calling them directly lets a caller do the backward of many blocks into one gradient, which autograd over slices
-cannot do without a full-size zero tensor per block. ``tests/kernels/test_flash_cpu.py`` says what they must do, and
-:func:`is_available` tells whether this torch has them: where it does not, callers fall back to matrix products.
-
-Shapes: B batch, H query heads, G key/value heads (dividing H), S queries, K keys, E head size.
-
-*CUDA: cuDNN's attention and FlashAttention 2.*
-
-``scaled_dot_product_attention`` picks among these operators by rules that differ from version to version, and cuDNN's
-is not right in every shape. Called by name the choice is ours: it holds for a whole run, traces into one graph, and the
-log-sum-exp lets attention be put together from blocks of keys. Schemas are those of torch 2.9 to 2.13;
-``tests/kernels/test_fused_cuda.py`` holds torch to them.
-
-cuDNN keeps the plan that it made for the first backward of a shape, whose gradient and output then need the same
-strides every time: that is why :func:`backward` lays both out in one way.
+*CUDA: cuDNN's attention and FlashAttention 2.* ``scaled_dot_product_attention`` picks among these operators by rules
+that differ from version to version, and cuDNN's is not right in every shape. Called by name the choice is ours: it
+holds for a whole run, traces into one graph, and the log-sum-exp lets attention be put together from blocks of keys.
+Schemas are those of torch 2.9 to 2.13; ``tests/kernels/test_fused_cuda.py`` holds torch to them.
 
 Shapes: B batch, H query heads, G key/value heads (dividing H), S queries, K keys, E head size.
 """
@@ -40,17 +32,9 @@ def is_available() -> bool:
 
 
 def cpu_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention with an additive bias.
+    """Attention of q (B, H, S, E), last dimension dense, to k and v (B, G, K, E), and the fp32 log-sum-exp (B, H, S).
 
-    Args:
-        q: (B, H, S, E), any strides with a dense last dimension.
-        k: (B, G, K, E).
-        v: (B, G, K, E).
-        bias: (B or 1, 1, S, K), of the queries' type: 0 where seen, -inf elsewhere; every query must see a key.
-        scale: factor of the scores.
-
-    Returns:
-        out (B, H, S, E), and the fp32 log-sum-exp of the scores (B, H, S).
+    `bias` (B or 1, 1, S, K), of the queries' type, is 0 where seen, -inf elsewhere; every query must see a key.
     """
     out, lse = getattr(torch.ops.aten, _FORWARD)(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     return out, lse
@@ -59,7 +43,7 @@ def cpu_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
 def cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`forward` with respect to q, k and v, given its results."""
+    """Gradients of :func:`cpu_forward` with respect to q, k and v, given its results."""
     dq, dk, dv = getattr(torch.ops.aten, _BACKWARD)(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     return dq, dk, dv
 
@@ -92,11 +76,11 @@ def refusal(kernel: Fused, q: Tensor, k: Tensor, v: Tensor) -> str:
         return "it is switched off in torch.backends.cuda"
     is_causal = q.shape[2] == k.shape[2]  # torch knows no other
     parameters = cuda.SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if able(parameters, True):
             return ""
-    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in told]
+    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
     return "; ".join(reasons) or "torch does not run it here"
 
 
@@ -109,16 +93,7 @@ def causal(kernel: Fused, q: Tensor, k: Tensor, v: Tensor, scale: float | None) 
 def cuda_forward(
     kernel: Fused, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, without autograd.
-
-    Args:
-        q: (B, H, S, E), bf16 or fp16, the last dimension dense.
-        k, v: (B, G, K, E).
-        is_causal: whether query i sees keys 0 to i alone; K is S then.
-
-    Returns:
-        out (B, H, S, E), and the fp32 log-sum-exp of the scaled scores (B, H, S).
-    """
+    """As :func:`cpu_forward`, of bf16 or fp16, without autograd; causal: query i sees keys 0 to i alone, and K is S."""
     out, lse = _call(kernel, q, k, v, is_causal, scale)[:2]
     return out, lse.reshape(q.shape[:3])  # cuDNN's is (B, H, S, 1)
 
@@ -136,6 +111,8 @@ def cuda_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` may be those over more keys than these, as of blocks put together."""
+    # cuDNN keeps the plan that it made for the first backward of a shape, whose gradient and output then need the same
+    # strides every time: so both are laid out in one way.
     grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
     # Nothing is dropped: no seed is read, but there must be one.
     seed = torch.empty(2, dtype=torch.int64, device=q.device)

@@ -12,7 +12,7 @@ Shapes: B batch, H query heads, G key/value heads (dividing H), S queries, K key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,13 +41,7 @@ _REFERENCE_ELEMENTS = 1 << 24  # scores at once: 64 MiB, of which a few are held
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention as one layer of a run asks for it.
-
-    Attributes:
-        past: keys before those of the queries.
-        layout: which of queries, keys and values are views of one stacked tensor, as a layer's projection leaves them;
-            heads: none, and positions lie within heads.
-    """
+    """Attention as one layer of a run asks for it."""
 
     batch: int
     heads: int
@@ -55,8 +49,10 @@ class Shape:
     length: int
     head_size: int
     dtype: torch.dtype
+    # which of queries, keys and values are views of one stacked tensor, as a layer's projection leaves them; heads:
+    # none, and positions lie within heads
     layout: Layout = "values"
-    past: int = 0
+    past: int = 0  # keys before those of the queries
 
     def __str__(self) -> str:
         heads = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads} over {self.kv_heads} heads"
@@ -65,23 +61,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is to be tried.
-
-    Attributes:
-        attend: attention by a kernel, where that is not a single call of `phalanx.kernels.attention.attention`.
-        kernels: that can do it, the fastest first; the last one always can.
-    """
+    """What is to be tried."""
 
     shape: Shape
+    # attention by a kernel, where that is not a single call of `phalanx.kernels.attention.attention`
     attend: Callable[[Kernel], Attend] | None = None
-    kernels: tuple[Kernel, ...] = KERNELS
+    kernels: tuple[Kernel, ...] = KERNELS  # that can do it, the fastest first; the last one always can
 
 
 def find_fault(kernel: Kernel, shape: Shape, device: torch.device, attend: Attend | None = None) -> str:
     """What speaks against `kernel` for `shape`; empty where nothing does. Waits for the device.
-
-    Args:
-        attend: attention by that kernel, where it is not a single call of `phalanx.kernels.attention.attention`.
 
     Raises:
         UserError: the kernel has left the device unusable.
@@ -90,18 +79,28 @@ def find_fault(kernel: Kernel, shape: Shape, device: torch.device, attend: Atten
     if kernel == "math":  # the reference itself
         return ""
     q, k, v, grad = _tensors(shape, device)
-    if device.type == "cuda":
-        reason = _refused(kernel, q, k, v)
-        if reason:
-            return reason
+    if device.type == "cuda" and (reason := _refused(kernel, q, k, v)):
+        return reason
     try:
         results = (attend or _by(kernel, shape))(q, k, v, grad)
-        return _not_finite(results) or _wrong(results, (q, k, v, grad), shape)
+        finite = torch.stack([torch.isfinite(x).all() for x in results]).tolist()
+        bad = [name for name, good in zip(_NAMES, finite, strict=True) if not good]
+        return f"not finite: {', '.join(bad)}" if bad else _wrong(results, (q, k, v, grad), shape)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a library raises for a shape that it cannot do
-        _require_device(kernel, device, error)
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        reason = str(error).strip().partition(chr(10))[0]
+        try:
+            torch.zeros(1, device=device).item()
+        except RuntimeError:  # the device's context is broken: no other kernel could run in this process
+            others = [name for name in KERNELS if name != kernel]
+            raise UserError(
+                f"the {kernel} kernel broke the device ({reason})",
+                cure=f"set model.attention_backend={others[0] if kernel != 'cudnn' else 'flash'}",
+                field="model.attention_backend",
+                value="auto",
+            ) from error
+        return f"{type(error).__name__}: {reason}"
 
 
 def _refused(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -131,7 +130,6 @@ def _tensors(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor
 
 
 def _by(kernel: Kernel, shape: Shape) -> Attend:
-    """Attention and its backward through autograd, as a layer has them."""
     chosen, mask = CausalKernel(kernel, shape.length), AttentionMask(shape.length, shape.past + shape.length)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -150,14 +148,7 @@ def _by(kernel: Kernel, shape: Shape) -> Attend:
 _NAMES = ("output", "gradient of queries", "gradient of keys", "gradient of values")
 
 
-def _not_finite(results: tuple[Tensor, ...]) -> str:
-    finite = torch.stack([torch.isfinite(x).all() for x in results]).tolist()
-    bad = [name for name, good in zip(_NAMES, finite, strict=True) if not good]
-    return f"not finite: {', '.join(bad)}" if bad else ""
-
-
 def _wrong(results: tuple[Tensor, ...], given: tuple[Tensor, ...], shape: Shape) -> str:
-    """Which result is further from the reference than rounding explains."""
     worst = torch.zeros(4, device=given[0].device)
     group = shape.heads // shape.kv_heads
     for sample, head in {(0, 0), (shape.batch - 1, shape.kv_heads - 1)}:
@@ -197,7 +188,9 @@ def reference(q_HSE: Tensor, k_KE: Tensor, v_KE: Tensor, grad_HSE: Tensor) -> tu
     out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     heads, length, size = q.shape
     scale, past = size**-0.5, len(k) - length
-    for begin, end in _chunks(length, max(1, _REFERENCE_ELEMENTS // (heads * len(k)))):
+    chunk = max(1, _REFERENCE_ELEMENTS // (heads * len(k)))
+    for begin in range(0, length, chunk):
+        end = min(begin + chunk, length)
         seen = past + end  # keys, of the last of these queries
         here, keys, values = slice(begin, end), k[:seen], v[:seen]
         later = torch.arange(seen, device=q.device) > torch.arange(past + begin, seen, device=q.device)[:, None]
@@ -210,21 +203,3 @@ def reference(q_HSE: Tensor, k_KE: Tensor, v_KE: Tensor, grad_HSE: Tensor) -> tu
         dk[:seen] += change.flatten(0, 1).T @ q[:, here].flatten(0, 1)
         dv[:seen] += weights.flatten(0, 1).T @ grad[:, here].flatten(0, 1)
     return out, dq, dk, dv
-
-
-def _chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((begin, min(begin + size, length)) for begin in range(0, length, size))
-
-
-def _require_device(kernel: Kernel, device: torch.device, error: Exception) -> None:
-    """Refuse to go on where the kernel has broken the device's context: no other could run in this process."""
-    try:
-        torch.zeros(1, device=device).item()
-    except RuntimeError:
-        others = [name for name in KERNELS if name != kernel]
-        raise UserError(
-            f"the {kernel} kernel broke the device ({str(error).strip().partition(chr(10))[0]})",
-            cure=f"set model.attention_backend={others[0] if kernel != 'cudnn' else 'flash'}",
-            field="model.attention_backend",
-            value="auto",
-        ) from error

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,65 +34,29 @@ _CHUNK = 1 << 15
 
 # Wichura (1988), "Algorithm AS 241: the percentage points of the normal distribution", PPND16, highest power first.
 _CENTRE_TOP = (
-    2.5090809287301226727e3,
-    3.3430575583588128105e4,
-    6.7265770927008700853e4,
-    4.5921953931549871457e4,
-    1.3731693765509461125e4,
-    1.9715909503065514427e3,
-    1.3314166789178437745e2,
-    3.3871328727963666080e0,
-)
+    2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
+    1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0,
+)  # fmt: skip
 _CENTRE_BOTTOM = (
-    5.2264952788528545610e3,
-    2.8729085735721942674e4,
-    3.9307895800092710610e4,
-    2.1213794301586595867e4,
-    5.3941960214247511077e3,
-    6.8718700749205790830e2,
-    4.2313330701600911252e1,
-    1.0,
-)
+    5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
+    5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0,
+)  # fmt: skip
 _TAIL_TOP = (
-    7.74545014278341407640e-4,
-    2.27238449892691845833e-2,
-    2.41780725177450611770e-1,
-    1.27045825245236838258e0,
-    3.64784832476320460504e0,
-    5.76949722146069140550e0,
-    4.63033784615654529590e0,
-    1.42343711074968357734e0,
-)
+    7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258e0,
+    3.64784832476320460504e0, 5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0,
+)  # fmt: skip
 _TAIL_BOTTOM = (
-    1.05075007164441684324e-9,
-    5.47593808499534494600e-4,
-    1.51986665636164571966e-2,
-    1.48103976427480074590e-1,
-    6.89767334985100004550e-1,
-    1.67638483018380384940e0,
-    2.05319162663775882187e0,
-    1.0,
-)
+    1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
+    6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0, 1.0,
+)  # fmt: skip
 _FAR_TOP = (
-    2.01033439929228813265e-7,
-    2.71155556874348757815e-5,
-    1.24266094738807843860e-3,
-    2.65321895265761230930e-2,
-    2.96560571828504891230e-1,
-    1.78482653991729133580e0,
-    5.46378491116411436990e0,
-    6.65790464350110377720e0,
-)
+    2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
+    2.96560571828504891230e-1, 1.78482653991729133580e0, 5.46378491116411436990e0, 6.65790464350110377720e0,
+)  # fmt: skip
 _FAR_BOTTOM = (
-    2.04426310338993978564e-15,
-    1.42151175831644588870e-7,
-    1.84631831751005468180e-5,
-    7.86869131145613259100e-4,
-    1.48753612908506148525e-2,
-    1.36929880922735805310e-1,
-    5.99832206555887937690e-1,
-    1.0,
-)
+    2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
+    1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0,
+)  # fmt: skip
 
 
 def make_key(seed: int, *parts: int | str) -> int:
@@ -110,13 +74,12 @@ def make_key(seed: int, *parts: int | str) -> int:
 
 
 def _signed(word: int) -> int:
-    """The two's complement value of a 64-bit word: what an int64 tensor calls it."""
+    # Two's complement: what an int64 tensor calls a 64-bit word.
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
 
 def _mix_word(word: int) -> int:
-    """SplitMix64's finaliser of one Python integer."""
     word &= _WORD
     word = ((word ^ (word >> 30)) * _MIX_1) & _WORD
     word = ((word ^ (word >> 27)) * _MIX_2) & _WORD
@@ -131,7 +94,6 @@ def _fold(x: Tensor, shift: int, scratch: Tensor) -> None:
 
 
 def _hash_(x: Tensor, key: int) -> Tensor:
-    """Hash int64 indices in place to 64 uniform bits each."""
     scratch = torch.empty_like(x)
     x.mul_(_signed(_GOLDEN)).add_(_signed(key))
     _fold(x, 30, scratch)
@@ -172,30 +134,8 @@ def _negative_log(p: Tensor) -> Tensor:
 def _tail(q: Tensor) -> Tensor:
     """AS 241 for |q| > 0.425, where q is the probability less one half."""
     r = _negative_log(torch.sub(0.5, q.abs())).sqrt_()
-    near = _rational(r - 1.6, _TAIL_TOP, _TAIL_BOTTOM)
-    far = _rational(r - 5.0, _FAR_TOP, _FAR_BOTTOM)
+    near, far = _rational(r - 1.6, _TAIL_TOP, _TAIL_BOTTOM), _rational(r - 5.0, _FAR_TOP, _FAR_BOTTOM)
     return torch.where(r <= 5.0, near, far).copysign_(q)
-
-
-def _normal_of(index: Tensor, key: int) -> Tensor:
-    """Standard normal float64 variates of a 1-D tensor of logical indices, which is overwritten."""
-    bits = _hash_(index, key).bitwise_right_shift_(11)
-    # 53 signed bits and a half: symmetric about zero, exact, never 0 or 1 as a probability.
-    q = bits.to(torch.float64).add_(0.5).mul_(2.0**-53)
-    out = _rational(torch.mul(q, q).neg_().add_(0.180625), _CENTRE_TOP, _CENTRE_BOTTOM).mul_(q)
-    in_tail = (q.abs() > 0.425).nonzero().squeeze(1)
-    return out.index_copy_(0, in_tail, _tail(q.index_select(0, in_tail)))
-
-
-def _check_slice(full: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> None:
-    fits = len(full) == len(offsets) == len(shape) and all(
-        o >= 0 and n >= 0 and o + n <= f for f, o, n in zip(full, offsets, shape, strict=True)
-    )
-    if not fits:
-        raise UserError(
-            f"slice of shape {tuple(shape)} at {tuple(offsets)} is not inside a tensor of shape {tuple(full)}",
-            cure="give offsets and shape with one entry per dimension, inside the full shape",
-        )
 
 
 def _runs(full: Sequence[int], offsets: Sequence[int], shape: Sequence[int], device: Any) -> tuple[Tensor, int]:
@@ -216,19 +156,12 @@ def _runs(full: Sequence[int], offsets: Sequence[int], shape: Sequence[int], dev
     return starts, run
 
 
-def _blocks(starts: Tensor, run: int, chunk: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (runs, run) into blocks of about ``chunk`` elements, as slices of the two dimensions."""
-    rows, columns = max(1, chunk // max(run, 1)), min(run, chunk)
-    for row in range(0, len(starts), rows):
-        for column in range(0, run, columns):
-            yield slice(row, min(row + rows, len(starts))), slice(column, min(column + columns, run))
-
-
 def normal(
-    key: int,
+    key: int,  # 64 bits, from :func:`make_key`
     full_shape: Sequence[int],
     *,
-    offsets: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,  # first index of the slice in every dimension (default: zeros)
+    # shape of the slice (default: what is left of ``full_shape`` after the offsets)
     shape: Sequence[int] | None = None,
     std: float = 1.0,
     device: torch.device | str | None = None,
@@ -239,22 +172,20 @@ def normal(
     Element i of the flattened full tensor is a function of (key, i) alone, rounded once from float64 to ``dtype``; the
     same bits come for any slicing, thread count and device with IEEE arithmetic. Full shapes may exceed 2^32 elements.
 
-    Args:
-        key: 64 bits, from :func:`make_key`.
-        full_shape: shape of the whole logical tensor.
-        offsets: first index of the slice in every dimension (default: zeros).
-        shape: shape of the slice (default: what is left of ``full_shape`` after the offsets).
-        std: standard deviation.
-        device: where the result is made.
-        dtype: a floating point type.
-
     Raises:
         UserError: the slice is not inside the full shape.
     """
     full = tuple(full_shape)
     offsets = (0,) * len(full) if offsets is None else tuple(offsets)
     shape = tuple(f - o for f, o in zip(full, offsets, strict=False)) if shape is None else tuple(shape)
-    _check_slice(full, offsets, shape)
+    fits = len(full) == len(offsets) == len(shape) and all(
+        o >= 0 and n >= 0 and o + n <= f for f, o, n in zip(full, offsets, shape, strict=True)
+    )
+    if not fits:
+        raise UserError(
+            f"slice of shape {shape} at {offsets} is not inside a tensor of shape {full}",
+            cure="give offsets and shape with one entry per dimension, inside the full shape",
+        )
     out = torch.empty(shape, dtype=dtype, device=device)
     if out.numel() == 0:
         return out
@@ -262,10 +193,19 @@ def normal(
     flat = out.view(len(starts), run)
     # A GPU wants large kernels, a CPU temporaries that stay in cache.
     chunk = _CHUNK * torch.get_num_threads() if out.device.type == "cpu" else 1 << 24
-    for rows, columns in _blocks(starts, run, chunk):
-        inside = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=out.device)
-        index = starts[rows, None] + inside
-        flat[rows, columns] = _normal_of(index.view(-1), key).mul_(std).view(index.shape)
+    height, width = max(1, chunk // max(run, 1)), min(run, chunk)
+    for row in range(0, len(starts), height):
+        for column in range(0, run, width):
+            rows, columns = slice(row, min(row + height, len(starts))), slice(column, min(column + width, run))
+            inside = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=out.device)
+            index = starts[rows, None] + inside
+            bits = _hash_(index.view(-1), key).bitwise_right_shift_(11)
+            # 53 signed bits and a half: symmetric about zero, exact, never 0 or 1 as a probability.
+            q = bits.to(torch.float64).add_(0.5).mul_(2.0**-53)
+            variates = _rational(torch.mul(q, q).neg_().add_(0.180625), _CENTRE_TOP, _CENTRE_BOTTOM).mul_(q)
+            in_tail = (q.abs() > 0.425).nonzero().squeeze(1)
+            variates.index_copy_(0, in_tail, _tail(q.index_select(0, in_tail)))
+            flat[rows, columns] = variates.mul_(std).view(index.shape)
     return out
 
 
@@ -284,19 +224,10 @@ def row_states(key: int, rows: Tensor) -> Tensor:
 
 
 def keep_mask(key: int, rows: Tensor, width: int, rate: float, *, offset: int = 0) -> Tensor:
-    """Which elements dropout keeps: a function of (key, row identity, column) alone.
+    """Which elements dropout keeps, bool (..., width): a function of (key, row identity, column) alone.
 
-    The row is hashed once with the full mixer; its columns cost one multiply-fold-multiply per two elements.
-
-    Args:
-        key: 64 bits, from :func:`make_key`.
-        rows: (...) int64 identities of the rows, such as ``sample * sequence_length + position``.
-        width: number of columns wanted.
-        rate: probability of dropping an element, in [0, 1).
-        offset: logical index of the first column, for a slice along the columns.
-
-    Returns:
-        bool (..., width), True where the element is kept.
+    The row (int64, such as ``sample * sequence_length + position``) is hashed once with the full mixer; its columns
+    cost one multiply-fold-multiply per two elements. `offset` is the logical index of the first column of a slice.
     """
     threshold = _threshold(rate)
     first = offset // 2
@@ -320,28 +251,19 @@ def _crossed(of_rows: Tensor, of_columns: Tensor) -> Tensor:
 
 
 def uniform(of_rows: Tensor, of_columns: Tensor) -> Tensor:
-    """Float64 uniform in (0, 1), never 0 or 1: one for each row with each of its columns.
-
-    Args:
-        of_rows: (...) from :func:`row_states`.
-        of_columns: (C,) or (..., C) from :func:`column_states`.
-
-    Returns:
-        (..., C).
-    """
+    """Float64 uniform in (0, 1), never 0 or 1: `row_states` (...) and `column_states` (C,) or (..., C) to (..., C)."""
     # 52 signed bits and a half, about one half: with 53, the largest would be rounded to 1.
     bits = _crossed(of_rows, of_columns).bitwise_right_shift_(12)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-52).add_(0.5)
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout that keeps the row identities and makes the mask again in backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float, key: int, rows: Tensor, offset: int) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.rate, ctx.key, ctx.offset = rate, key, offset
-        return _apply_mask(x, rate, key, rows, offset)
+        keep = keep_mask(key, rows, x.shape[-1], rate, offset=offset)
+        return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -349,17 +271,11 @@ class _Dropout(torch.autograd.Function):
         return dropout(grad, ctx.rate, ctx.key, rows, offset=ctx.offset), None, None, None, None
 
 
-def _apply_mask(x: Tensor, rate: float, key: int, rows: Tensor, offset: int) -> Tensor:
-    keep = keep_mask(key, rows, x.shape[-1], rate, offset=offset)
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
-
-
 def dropout(x: Tensor, rate: float, key: int, rows: Tensor, *, offset: int = 0) -> Tensor:
-    """Zero elements of ``x`` with probability ``rate`` and scale the rest by ``1 / (1 - rate)``.
+    """Zero elements of ``x`` (..., width) with probability ``rate`` and scale the rest by ``1 / (1 - rate)``.
 
     Args:
-        x: (..., width) values.
-        rate: probability of dropping an element, in [0, 1); 0 returns ``x`` itself.
+        rate: in [0, 1); 0 returns ``x`` itself.
         key: 64 bits, from :func:`make_key`, best of (seed, step, name).
         rows: (...) int64 identity of each row of ``x``.
         offset: logical index of the first column, when ``x`` is a slice along its last dimension.

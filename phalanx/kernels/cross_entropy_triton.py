@@ -1,4 +1,4 @@
-"""The Triton twin of `phalanx.kernels.cross_entropy`: one program for each row of logits.
+"""The Triton twin of `phalanx.kernels.loss`: one program for each row of logits.
 
 A row is read once for its log-sum-exp (in one pass, with a running greatest: Milakov and Gimelshein, arXiv 1805.02867)
 and, for the gradient, again, which finds it in the L2 cache since the same program has just read it; the gradient goes
@@ -18,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from phalanx.kernels.cross_entropy import LogitTerms
 
 _BLOCK_MOST = 4096
 """Columns at a time: 16 a thread where a program has 8 warps."""
@@ -109,41 +107,55 @@ def _row_gradient(
 
 
 def row_losses_(
-    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, terms: LogitTerms, *, needs_gradient: bool
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    weights_C: Tensor,
+    words: int,
+    softcap: float,
+    z_loss: float,
+    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp (C,) of whole rows; if needed, the gradient is written over the logits."""
     losses_C, lse_C = (logits_CV.new_empty(len(logits_CV), dtype=torch.float32) for _ in range(2))
     if len(logits_CV):
         _row_losses[(len(logits_CV),)](
             logits_CV, targets_C.contiguous(), weights_C.contiguous(), losses_C, lse_C, logits_CV.stride(0),
-            terms.words, logits_CV.shape[1], terms.softcap, terms.z_loss, GRADIENT=needs_gradient,
-            **_tiles(logits_CV, terms),
+            words, logits_CV.shape[1], softcap, z_loss, GRADIENT=needs_gradient,
+            **_tiles(logits_CV, words, softcap),
         )  # fmt: skip
     return losses_C, lse_C
 
 
-def row_statistics(logits_CV: Tensor, targets_C: Tensor, terms: LogitTerms) -> tuple[Tensor, Tensor]:
+def row_statistics(logits_CV: Tensor, targets_C: Tensor, words: int, softcap: float) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and the target's logit (C,) of the columns that are here: -inf and 0 where none is a word."""
     lse_C, target_C = (logits_CV.new_empty(len(logits_CV), dtype=torch.float32) for _ in range(2))
     if len(logits_CV):
         _row_statistics[(len(logits_CV),)](
-            logits_CV, targets_C.contiguous(), lse_C, target_C, logits_CV.stride(0), terms.words, terms.softcap,
-            **_tiles(logits_CV, terms),
+            logits_CV, targets_C.contiguous(), lse_C, target_C, logits_CV.stride(0), words, softcap,
+            **_tiles(logits_CV, words, softcap),
         )  # fmt: skip
     return lse_C, target_C
 
 
-def row_gradient_(logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, weights_C: Tensor, terms: LogitTerms) -> None:
+def row_gradient_(
+    logits_CV: Tensor,
+    lse_C: Tensor,
+    targets_C: Tensor,
+    weights_C: Tensor,
+    words: int,
+    softcap: float,
+    z_loss: float,
+) -> None:
     """Write the gradient over the logits that are here, given the log-sum-exp (C,) over those of all ranks."""
     if len(logits_CV):
         _row_gradient[(len(logits_CV),)](
             logits_CV, targets_C.contiguous(), weights_C.contiguous(), lse_C.contiguous(), logits_CV.stride(0),
-            terms.words, logits_CV.shape[1], terms.softcap, terms.z_loss, **_tiles(logits_CV, terms),
+            words, logits_CV.shape[1], softcap, z_loss, **_tiles(logits_CV, words, softcap),
         )  # fmt: skip
 
 
-def _tiles(logits_CV: Tensor, terms: LogitTerms) -> dict[str, Any]:
+def _tiles(logits_CV: Tensor, words: int, softcap: float) -> dict[str, Any]:
     """How a row is cut, and by how many warps; rows must lie one word beside the other."""
-    assert logits_CV.stride(1) == 1 and logits_CV.shape[1] >= terms.words
+    assert logits_CV.stride(1) == 1 and logits_CV.shape[1] >= words
     block = min(_BLOCK_MOST, triton.next_power_of_2(logits_CV.shape[1]))
-    return {"BLOCK": block, "CAPPED": bool(terms.softcap), "num_warps": min(8, max(1, block // 512))}
+    return {"BLOCK": block, "CAPPED": bool(softcap), "num_warps": min(8, max(1, block // 512))}

@@ -9,7 +9,7 @@ gradients as bf16, weight gradients as fp32. Forward products let the tensor cor
 Scales are powers of two, the smallest that brings the tensor's largest magnitude within the format. Scaling then rounds
 nothing: on a GPU and in the emulation of a CPU, the quantised values of a tensor are the same bits; and nothing is left
 for a clamp to cut. (A compiler may fuse what makes the tensor, and round once where eager kernels round twice.) A
-tensor that is not finite anywhere makes products that are finite nowhere, so that whoever watches gradients sees it. No
+tensor that is not finite anywhere makes products that are finite nowhere, so that a check of gradients sees it. No
 value is read back from the device.
 
 A GPU's tensor cores (compute capability 8.9 or more) want both factors to run along the dimension that is summed over,
@@ -23,6 +23,7 @@ Shapes: T tokens, I inputs, O outputs, each a multiple of 16.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,24 +44,34 @@ _LEAST_SCALE = 2.0**-60
 _ALL_BUT_SIGN, _INFINITY, _MANTISSA_BEYOND_175, _TWICE_BIAS = 0x7FFFFFFF, 0x7F800000, 0x1FFFFF, 254 << 23
 
 
-class Scaled(NamedTuple):
+class _Scaled(NamedTuple):
     """``values * scale`` is the tensor, rounded to the format of `values`.
 
-    Attributes:
-        scale: fp32 of no dimensions, on the device; a power of two, or infinite where the tensor was not finite.
+    The scale is fp32 of no dimensions, on the device: a power of two, or infinite where the tensor was not finite.
     """
 
     values: Tensor
     scale: Tensor
 
 
-def quantise(x: Tensor, dtype: torch.dtype) -> Scaled:
+def twin(like: Tensor) -> ModuleType | None:
+    """The Triton kernels, where tensors like this one are on a GPU and Triton is there."""
+    if like.device.type != "cuda":
+        return None
+    try:
+        from phalanx.kernels import fp8_triton
+    except ImportError:
+        return None
+    return fp8_triton
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> _Scaled:
     """`x` (float32 or bf16) in `dtype` (`E4M3` or `E5M2`), with the least power of two as scale that lets it fit.
 
     The values are row-major, however `x` lies.
     """
     scale, inverse = _scales(torch.linalg.vector_norm(x.detach(), float("inf")), dtype)
-    return Scaled((x.detach() * inverse).to(dtype, memory_format=torch.contiguous_format), scale)
+    return _Scaled((x.detach() * inverse).to(dtype, memory_format=torch.contiguous_format), scale)
 
 
 def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,24 +85,20 @@ def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scale, (_TWICE_BIAS - scale.view(torch.int32)).clamp_min(0).view(torch.float32)
 
 
-def quantise_weight(weight: Tensor) -> Scaled:
+def quantise_weight(weight: Tensor) -> _Scaled:
     """`weight` in E4M3, by way of bf16: as those have it that gathered it from other ranks, who get no more of it."""
     return quantise(weight.bfloat16(), E4M3)
 
 
 class Fp8Weight:
-    """A weight in both layouts that products need, still to be filled (`requantise`); its memory stays where it is.
-
-    Attributes:
-        stored: as the weight is stored.
-        transposed: its transpose; both row-major.
-        scale: of both.
-    """
+    """A weight in both layouts that products need, row-major, still to be filled (`requantise`); its memory stays."""
 
     def __init__(self, weight: Tensor) -> None:
+        # As the weight is stored.
         self.stored = torch.empty_like(weight, dtype=E4M3, memory_format=torch.contiguous_format)
+        # Its transpose.
         self.transposed = torch.empty_like(weight.t(), dtype=E4M3, memory_format=torch.contiguous_format)
-        self.scale = torch.empty((), dtype=torch.float32, device=weight.device)
+        self.scale = torch.empty((), dtype=torch.float32, device=weight.device)  # of both
 
 
 @torch.no_grad()
@@ -102,7 +109,11 @@ def requantise(weights: Sequence[tuple[Tensor, Fp8Weight]]) -> None:
     largest = torch.stack(torch._foreach_norm([weight for weight, _ in weights], float("inf")))
     scales, inverses = _scales(largest.bfloat16(), E4M3)
     torch._foreach_copy_([held.scale for _, held in weights], scales.unbind())
+    kernels = twin(largest)
     for (weight, held), inverse in zip(weights, inverses.unbind(), strict=True):
+        if kernels is not None and weight.stride(1) == 1:
+            kernels.quantise_weight(weight, inverse, held.stored, held.transposed)
+            continue
         held.stored.copy_(weight.bfloat16() * inverse)
         held.transposed.copy_(held.stored.t())
 
@@ -112,10 +123,8 @@ def fp8_linear(
 ) -> Tensor:
     """``x @ weight.T``, or ``x @ weight`` of a weight stored as (I, O): (T, I) -> (T, O) in the type of `x`.
 
-    Args:
-        weight: gets the gradient, in fp32 where it or its gradient is kept so.
-        quantised: what is multiplied in its place; None: it is quantised anew in the forward and the backward pass,
-            and nothing of it is kept between them.
+    `weight` gets the gradient, in fp32 where it or its gradient is kept so. Where it is not `quantised` beforehand,
+    that is done in the forward and in the backward pass, and nothing of it is kept between them.
     """
     held = (None, None, None) if quantised is None else (quantised.stored, quantised.transposed, quantised.scale)
     out: Tensor = _Linear.apply(x_TI, weight, *held, inputs_first)  # type: ignore[no-untyped-call]
@@ -150,7 +159,7 @@ class _Linear(torch.autograd.Function):
         if needs_dx:
             dx = _product(grad_TO, _factor(weight, stored, transposed, scale, not ctx.inputs_first), ctx.dtype)
         if needs_dw:
-            x_IT, grad_OT = _transposed(Scaled(values, scale_x)), _transposed(grad_TO)
+            x_IT, grad_OT = _transposed(_Scaled(values, scale_x)), _transposed(grad_TO)
             left, right = (x_IT, grad_OT) if ctx.inputs_first else (grad_OT, x_IT)
             dw = _product(left, right, ctx.gradient_dtype)
         return dx, dw, None, None, None, None
@@ -158,20 +167,34 @@ class _Linear(torch.autograd.Function):
 
 def _factor(
     weight: Tensor | None, stored: Tensor | None, transposed: Tensor | None, scale: Tensor | None, is_transposed: bool
-) -> Scaled:
-    """The quantised weight in one layout: as it was made beforehand, else made now."""
+) -> _Scaled:
     if stored is not None and transposed is not None and scale is not None:
-        return Scaled(transposed if is_transposed else stored, scale)
+        return _Scaled(transposed if is_transposed else stored, scale)
     assert weight is not None
     made = quantise_weight(weight)
     return _transposed(made) if is_transposed else made
 
 
-def _transposed(scaled: Scaled) -> Scaled:
-    return Scaled(scaled.values.t().contiguous(), scaled.scale)
+@torch.library.custom_op("phalanx::transposed_8_bit", mutates_args=(), schema="(Tensor x) -> Tensor")
+def transposed_8_bit(x_MN: Tensor) -> Tensor:
+    """The transpose, row-major. An operator of its own: a compiler would write it byte by byte, with what makes `x`."""
+    if (kernels := twin(x_MN)) is not None and x_MN.is_contiguous():
+        made: Tensor = kernels.transposed(x_MN)
+        return made
+    return x_MN.t().clone(memory_format=torch.contiguous_format)
 
 
-def _product(left_MK: Scaled, right_NK: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+@transposed_8_bit.register_fake
+def _(x_MN: Tensor) -> Tensor:
+    return x_MN.new_empty(x_MN.shape[1], x_MN.shape[0])
+
+
+def _transposed(scaled: _Scaled) -> _Scaled:
+    values = scaled.values
+    return _Scaled(values.t().contiguous() if values.device.type == "cpu" else transposed_8_bit(values), scaled.scale)
+
+
+def _product(left_MK: _Scaled, right_NK: _Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """``left @ right.T``, (M, N), of row-major factors: the one layout that all GPUs with these formats multiply in."""
     left, right = left_MK.values, right_NK.values.t()
     if left.device.type == "cpu":

@@ -30,28 +30,18 @@ _BLOCK_BYTES = 16 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library to keep freed memory for the next allocation, from now on in this process.
-
-    Returns:
-        True where the C library took it (glibc); False where it has no such settings, and nothing was changed.
-    """
+    """Tell the C library to keep freed memory from now on; False where it has no such settings (glibc has)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    if mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES) != 1:
+    if mallopt is None or mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES) != 1:
         return False
     return any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _MMAP_THRESHOLDS_BYTES)
 
 
 def use_huge_pages(heap_bytes: int) -> bool:
-    """Ask the kernel to put the next `heap_bytes` of this process' heap into huge pages.
+    """Ask the kernel to put the next `heap_bytes` of this process' heap into huge pages; False where it cannot.
 
     Call it after :func:`keep_freed_memory`, or the heap would be given back at once. The heap is grown by that much
     address space and freed again; none of it takes memory before it is used.
-
-    Returns:
-        True where the kernel took it; False where it or the C library has no such thing (then nothing is changed), or
-        where the address space is limited to less.
     """
     libc = ctypes.CDLL(None)
     if not all(hasattr(libc, name) for name in ("malloc", "free", "madvise", "mallopt")):
@@ -60,14 +50,12 @@ def use_huge_pages(heap_bytes: int) -> bool:
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.restype, libc.madvise.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     blocks = [libc.malloc(_BLOCK_BYTES) for _ in range(max(1, heap_bytes // _BLOCK_BYTES))]
-    taken = all(block is not None and _advise(libc, block) for block in blocks)
+    taken = all(block is not None for block in blocks)
+    for block in blocks if taken else ():
+        # All pages that the block touches: whole ones, so that neighbours join into one region.
+        begin = block // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(block + _BLOCK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        taken = taken and libc.madvise(begin, end - begin, _MADV_HUGEPAGE) == 0
     for block in blocks:
         libc.free(block)
     return taken
-
-
-def _advise(libc: ctypes.CDLL, block: int) -> bool:
-    """Ask for huge pages for all pages that the block touches: whole ones, so that neighbours join into one region."""
-    begin = block // mmap.PAGESIZE * mmap.PAGESIZE
-    end = -(-(block + _BLOCK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-    return bool(libc.madvise(begin, end - begin, _MADV_HUGEPAGE) == 0)

@@ -29,8 +29,8 @@ from phalanx.core.host import cpu_line
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware; without, torch takes hundreds of times as long as in fp32
-    where it has no AVX-512 either."""
+    """Whether this CPU multiplies bf16 in hardware; without, torch may take hundreds of times as long as in fp32."""
+    # What torch uses, not what the CPU has: ATEN_CPU_CAPABILITY may hold torch back.
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     flags = cpu_line("flags").split()
@@ -50,28 +50,23 @@ def is_available() -> bool:
 
 def operators() -> tuple[Any, ...]:
     """The private operators, for what must know matrix products by name (selective recompute); none where absent."""
-    return tuple(getattr(_operator(), name) for name in ("default", "binary")) if is_available() else ()
-
-
-def _operator() -> Any:
-    return torch.ops.mkldnn._linear_pointwise
+    if not is_available():
+        return ()
+    return torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
 
 def _product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """``x @ weight.T`` by oneDNN; a weight stored as (I, O) is given as its transposed view."""
-    out: Tensor = _operator()(x_TI, weight_OI, None, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, None, "none", [], "")
     return out
 
 
 def _product_plus(x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor) -> Tensor:
-    """``residual + x @ weight.T`` by oneDNN, in one pass."""
-    out: Tensor = _operator().binary(x_TI, residual_TO, weight_OI, None, "add")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_TI, residual_TO, weight_OI, None, "add")
     return out
 
 
 class _Project(torch.autograd.Function):
-    """``x @ weight.T`` (+ residual), or ``x @ weight`` of a weight stored as (I, O)."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, inputs_first: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -88,10 +83,12 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_residual, _ = ctx.needs_input_grad
+        # A gradient may be an expanded view, as that of a sum is; up to two products read it.
         grad = grad.contiguous()
         dx = _product(grad, weight if ctx.inputs_first else weight.t()) if needs_dx else None
         dw = None
         if needs_dw:
+            # The product is laid out as the weight is stored, so that its gradient needs no transposed copy.
             left, right = (x, grad) if ctx.inputs_first else (grad, x)
             dw = torch.mm(left.t(), right)
         return dx, dw, grad if needs_residual else None, None
@@ -105,6 +102,7 @@ class _CastProject(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, added: Tensor | None, inputs_first: bool) -> Tensor:
+        # The cast, not the weight: half the bytes, and backward multiplies by what forward did.
         ctx.save_for_backward(x, cast)
         ctx.inputs_first, ctx.sums_rows = inputs_first, added is not None and added.dim() == 1
         ctx.is_wide = gradient_dtype(weight) == torch.float32
@@ -122,6 +120,7 @@ class _CastProject(torch.autograd.Function):
             left, right = (x, grad) if ctx.inputs_first else (grad, x)
             dw = add_product(None, left.t(), right) if ctx.is_wide else torch.mm(left.t(), right)
         if needs_added:
+            # The gradient of a bias sums over tokens; that of a residual passes through.
             d_added = grad.sum(0) if ctx.sums_rows else grad
         return dx, dw, None, d_added, None
 
@@ -136,6 +135,7 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _in_16_bits(x: Tensor, weight: Tensor, cast: Tensor | None, added: Tensor | None, inputs_first: bool) -> Tensor:
+    # Detached: the gradient goes to the weight by hand, not through this cast.
     if cast is None:
         cast = weight.detach().to(x.dtype)
     out: Tensor = _CastProject.apply(x, weight, cast, added, inputs_first)  # type: ignore[no-untyped-call]
@@ -158,8 +158,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, cas
     No second derivatives in 16 bits, nor where oneDNN runs (fp32 on a CPU, without a bias).
 
     Args:
-        weight_OI: in the type of ``x``, or wider.
-        bias_O: in the type of ``x``.
+        weight_OI: in the type of ``x``, or wider; the bias is in the type of ``x``.
         cast_OI: the weight in the type of ``x`` where that was made beforehand; gradients are the weight's still.
     """
     if x_TI.element_size() == 2:
@@ -171,14 +170,10 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, cas
 
 
 def project(x_TI: Tensor, weight_IO: Tensor, added: Tensor | None = None, *, cast_IO: Tensor | None = None) -> Tensor:
-    """``x @ weight``, plus what is `added`, in one kernel: (T, I) -> (T, O).
-
-    No second derivatives in 16 bits, nor where oneDNN runs (fp32 on a CPU).
+    """``x @ weight``, plus what is `added`, in one kernel: (T, I) -> (T, O); else as :func:`linear`.
 
     Args:
-        weight_IO: in the type of ``x``, or wider.
         added: a residual (T, O) or a bias (O,), in the type of ``x``.
-        cast_IO: the weight in the type of ``x`` where that was made beforehand; gradients are the weight's still.
     """
     if x_TI.element_size() == 2:
         return _in_16_bits(x_TI, weight_IO, cast_IO, added, True)

@@ -2,18 +2,26 @@
 
 Logits of T tokens over V words are the largest tensor of a step, and plain autograd holds them three times
 (logits, log-probabilities, gradient). Here a chunk of tokens at a time is projected, its loss taken, and its logits
-turned in place into the gradient (`phalanx.kernels.cross_entropy`), from which those of the hidden states and of the
+turned in place into the gradient, from which those of the hidden states and of the
 weight are made at once. The technique is that of Liger-Kernel's fused linear cross-entropy (arXiv 2410.10989, section
 3.2); the weight's gradient is summed in fp32 by the products themselves where a device can.
 
 Rows that pad the vocabulary to a size the GEMM likes are multiplied with the others; their logits are then -inf, so
 their probabilities and gradients are exactly zero, as if the rows were not there.
 
-Shapes: T tokens, D hidden, V rows of the vocabulary (padding included), C tokens of a chunk.
+The cross-entropy of a chunk has one interface and two ways: plain torch, which is the reference and what a CPU runs,
+and on a GPU with Triton the twin in `phalanx.kernels.cross_entropy_triton`, which reads 16-bit logits once from memory
+and writes their gradient over them, where the reference makes fp32 copies. The head of
+`phalanx.parallel.tensor.vocabulary_parallel` uses it too: there a rank has some columns of every row, and the sums of
+the others come from the group between the two passes.
+
+Shapes: T tokens, D hidden, V rows of the vocabulary (of this rank, padding included), C tokens of a chunk.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.kernels.cross_entropy import LogitTerms, mask_padding, row_losses
 from phalanx.kernels.linear import add_product
 
 # Logits of a chunk on a CPU, in elements: with more than its caches hold, memory and time are only lost.
@@ -36,13 +43,113 @@ _PLAIN_ELEMENTS = 1 << 17
 _PLAIN_ELEMENTS_16_BIT = 1 << 20
 
 
-def chunk_tokens(tokens: int, vocabulary: int, hidden: int, device: str) -> int:
-    """Tokens of a chunk, by what its logits may take; at least 256.
+@dataclass(frozen=True)
+class LogitTerms:
+    """What is made of logits."""
 
-    Args:
-        vocabulary: columns of its logits on this rank.
-        device: "cpu", or the type of an accelerator.
+    words: int  # columns that are words; those behind them are padding, with no part in the softmax
+    softcap: float = 0.0  # logits become ``softcap * tanh(logits / softcap)``; 0 for none
+    z_loss: float = 0.0  # factor of the squared log-sum-exp; 0 for none
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Of the columns that are here."""
+
+    lse_C: Tensor  # fp32 log-sum-exp of every row
+    target_C: Tensor  # fp32 logit of the row's target; 0 where its column is elsewhere
+    _dtype: torch.dtype
+    _logits_CV: Tensor
+    _slope_CV: Tensor | None = None
+
+
+def twin(like: Tensor) -> ModuleType | None:
+    """The Triton kernels, where tensors like this one are on a GPU and Triton is there."""
+    if like.device.type != "cuda":
+        return None
+    try:
+        from phalanx.kernels import cross_entropy_triton
+    except ImportError:
+        return None
+    return cross_entropy_triton
+
+
+def mask_padding(logits: Tensor, words: int) -> Tensor:
+    """Write -inf into the logits (..., V) behind the first `words`; without padding nothing is done."""
+    if words < logits.shape[-1]:
+        logits[..., words:] = -torch.inf
+    return logits
+
+
+def row_losses(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, terms: LogitTerms, *, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss, log-sum-exp and gradient of whole rows, of logits in the compute type, which are used up.
+
+    Returns:
+        fp32 losses without weights; fp32 log-sum-exp, at least where there is a z-loss; and the gradient (C, V) of the
+        weighted loss and z-loss by the logits, in their type, where it is needed.
     """
+    if (kernels := twin(logits_CV)) is not None:
+        loss_C, lse_C = kernels.row_losses_(
+            logits_CV, targets_C, weights_C, terms.words, terms.softcap, terms.z_loss, needs_gradient
+        )
+        return loss_C, lse_C, logits_CV if needs_gradient else None
+    dtype = logits_CV.dtype
+    logits, slope = _capped(logits_CV.float(), terms.softcap)
+    log_p = torch.log_softmax(mask_padding(logits, terms.words), dim=-1)
+    loss_C = F.nll_loss(log_p, targets_C, reduction="none")
+    lse_C = logits.gather(1, targets_C[:, None]).squeeze(1) + loss_C if terms.z_loss else None
+    if not needs_gradient:
+        return loss_C, lse_C, None
+    grad = log_p.exp_()
+    if lse_C is not None:
+        grad.mul_(torch.add(1.0, lse_C, alpha=2.0 * terms.z_loss)[:, None])
+    grad.scatter_add_(1, targets_C[:, None], grad.new_full((1, 1), -1.0).expand(len(targets_C), 1))
+    if slope is not None:
+        grad.mul_(slope)
+    return loss_C, lse_C, grad.mul_(weights_C[:, None]).to(dtype)
+
+
+def row_statistics(logits_CV: Tensor, targets_C: Tensor, terms: LogitTerms) -> RowStatistics:
+    """What the group has to know of the columns that are here; the logits are used up by :func:`row_gradient`.
+
+    A target is -1 where its column is elsewhere.
+    """
+    if (kernels := twin(logits_CV)) is not None:
+        lse_C, target_C = kernels.row_statistics(logits_CV, targets_C, terms.words, terms.softcap)
+        return RowStatistics(lse_C, target_C, logits_CV.dtype, logits_CV)
+    logits, slope = _capped(logits_CV.float(), terms.softcap)
+    mask_padding(logits, terms.words)
+    target_C = logits.gather(1, targets_C.clamp(min=0)[:, None]).squeeze(1).masked_fill_(targets_C < 0, 0.0)
+    return RowStatistics(logits.logsumexp(1), target_C, logits_CV.dtype, logits, slope)
+
+
+def row_gradient(
+    statistics: RowStatistics, lse_C: Tensor, targets_C: Tensor, weights_C: Tensor, terms: LogitTerms
+) -> Tensor:
+    """Gradient (C, V) of weighted loss and z-loss by the logits here, in their type; `lse_C` is over all ranks."""
+    logits_CV = statistics._logits_CV
+    if (kernels := twin(logits_CV)) is not None:
+        kernels.row_gradient_(logits_CV, lse_C, targets_C, weights_C, terms.words, terms.softcap, terms.z_loss)
+        return logits_CV
+    factor_C = weights_C * torch.add(1.0, lse_C, alpha=2.0 * terms.z_loss) if terms.z_loss else weights_C
+    grad = logits_CV.sub_(lse_C[:, None]).exp_().mul_(factor_C[:, None])
+    hit_C = (-weights_C).masked_fill_(targets_C < 0, 0.0)
+    grad.scatter_add_(1, targets_C.clamp(min=0)[:, None], hit_C[:, None])
+    return (grad if statistics._slope_CV is None else grad.mul_(statistics._slope_CV)).to(statistics._dtype)
+
+
+def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """fp32 logits after the soft cap, which overwrites them, and the cap's derivative."""
+    if not softcap:
+        return logits, None
+    tanh = logits.div_(softcap).tanh_()
+    return tanh * softcap, tanh.square().neg_().add_(1.0)
+
+
+def chunk_tokens(tokens: int, vocabulary: int, hidden: int, device: str) -> int:
+    """Tokens of a chunk, by what its logits may take; at least 256. `device`: "cpu", or an accelerator's type."""
     elements = _CHUNK_ELEMENTS if device == "cpu" else max(_LEAST_CHUNK_ELEMENTS, vocabulary * hidden)
     return max(1, min(tokens, max(256, elements // vocabulary)))
 
@@ -67,6 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             w, t = weights[part], targets[part]
+            # The gradient is written over the chunk's logits; with it, those of `x` and of the weight are made at once.
             loss, lse, grad = row_losses(x[part] @ cast.t(), t, w, terms, needs_gradient=needs_dx or needs_dw)
             loss_sum += torch.dot(loss, w)
             if lse is not None and terms.z_loss:
@@ -84,40 +192,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UserError("the fused loss has no second derivatives", cure="take the loss of plain logits instead")
-        if ctx.z_loss and not same_factor(grad_loss, grad_z):
-            raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
-        if grad_loss is None:
-            return (None,) * 9
-        return *scaled(ctx, grad_loss), *(None,) * 7
+        return head_gradients(ctx, grad_loss, grad_z, "fused", 9)
 
 
-def scaled(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    """The saved gradients, which were made in the forward, times what is known in the backward alone.
-
-    Where memory is a device's they are scaled in place, since that of a head is one of the largest tensors of a step.
+def head_gradients(
+    ctx: Any, grad_loss: Tensor | None, grad_z: Tensor | None, which: str, inputs: int
+) -> tuple[Tensor | None, ...]:
+    """The saved gradients of a loss head, which were made in the forward, times what is known in the backward alone.
 
     Raises:
-        UserError: that was done already, so the graph was kept for a second backward.
+        UserError: second derivatives or a second backward are asked for, or unequal factors of the two sums.
     """
-    gradients = ctx.saved_tensors
-    if factor.device.type == "cpu" or torch.compiler.is_compiling():
-        return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
-    if getattr(ctx, "is_spent", False):
-        cure = "call backward once, of the sum of what is to be differentiated"
-        raise UserError("the fused loss has been differentiated already", cure=cure)
-    ctx.is_spent = True
-    return [None if gradient is None else gradient.mul_(factor.to(gradient.dtype)) for gradient in gradients]
-
-
-def same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
-    """Whether the two sums entered the objective alike; their values are compared on a CPU, where that is free."""
-    if grad_loss is None or grad_z is None:
-        return grad_loss is grad_z
-    if grad_loss.device.type != "cpu" or torch.compiler.is_compiling():
-        return True
-    return torch.equal(grad_loss, grad_z)
+    if torch.is_grad_enabled():
+        raise UserError(f"the {which} loss has no second derivatives", cure="take the loss of plain logits instead")
+    # The forward made one gradient, of the sum of both results; it holds only where they enter the objective alike.
+    # Values are compared only on a CPU, where that is free.
+    if ctx.z_loss:
+        alike = grad_loss is grad_z
+        if grad_loss is not None and grad_z is not None:
+            is_free = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
+            alike = not is_free or torch.equal(grad_loss, grad_z)
+        if not alike:
+            raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
+    if grad_loss is None:
+        return (None,) * inputs
+    if grad_loss.device.type == "cpu" or torch.compiler.is_compiling():
+        made = [None if x is None else x * grad_loss.to(x.dtype) for x in ctx.saved_tensors]
+    else:
+        # On a device they are scaled in place: the gradient of a head is one of the largest tensors of a step.
+        if getattr(ctx, "is_spent", False):
+            cure = "call backward once, of the sum of what is to be differentiated"
+            raise UserError("the fused loss has been differentiated already", cure=cure)
+        ctx.is_spent = True
+        made = ctx.saved_tensors
+        for x in made:
+            if x is not None:
+                torch._foreach_mul_([x], grad_loss.to(x.dtype))  # `mul_` by such a tensor is half as fast
+    return *made, *(None,) * (inputs - len(made))
 
 
 def plain_linear_cross_entropy(
@@ -129,7 +240,7 @@ def plain_linear_cross_entropy(
     z_loss: float,
     vocabulary: int,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`linear_cross_entropy` in plain torch, with whole logits: what small cases run, for less overhead."""
+    """As `linear_cross_entropy`, in plain torch with whole logits: less overhead for small cases."""
     logits = F.linear(x_TD, weight_VD.to(x_TD.dtype)).float()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
@@ -141,35 +252,23 @@ def plain_linear_cross_entropy(
 
 
 def linear_cross_entropy(
-    x_TD: Tensor,
-    weight_VD: Tensor,
-    targets_T: Tensor,
-    weights_T: Tensor | None = None,
+    x_TD: Tensor,  # hidden states
+    weight_VD: Tensor,  # output projection; cast to the type of ``x_TD`` once
+    targets_T: Tensor,  # int64 word to predict at each token, in [0, vocabulary)
+    weights_T: Tensor | None = None,  # fp32 weight of each token (default 1)
     *,
-    softcap: float = 0.0,
-    z_loss: float = 0.0,
+    softcap: float = 0.0,  # logits become ``softcap * tanh(logits / softcap)``; 0 for none
+    z_loss: float = 0.0,  # factor of the squared log-sum-exp; 0 for none
+    # words; rows of `weight_VD` behind them are padding, with no part in the softmax (default: V)
     vocabulary: int | None = None,
-    chunk: int | None = None,
+    chunk: int | None = None,  # tokens per chunk (default: by vocabulary size)
+    # the weight in the type of ``x_TD``, where that was made beforehand; gradients are the weight's still
     cast_VD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sums over tokens of weight times cross-entropy, and of weight times ``z_loss * logsumexp ** 2``.
+    """Sums over tokens of weight times cross-entropy, and of weight times ``z_loss * logsumexp ** 2``; fp32 scalars.
 
     The training objective is the sum of the two results over a token count; gradients are made in the forward and are
     those of that sum. The products run in the type of ``x_TD``, everything else in fp32.
-
-    Args:
-        x_TD: hidden states.
-        weight_VD: output projection; cast to the type of ``x_TD`` once.
-        targets_T: int64 word to predict at each token, in [0, vocabulary).
-        weights_T: fp32 weight of each token (default 1).
-        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
-        z_loss: factor of the squared log-sum-exp; 0 for none.
-        vocabulary: words; rows of `weight_VD` behind them are padding, with no part in the softmax (default: V).
-        chunk: tokens per chunk (default: by vocabulary size).
-        cast_VD: the weight in the type of ``x_TD``, where that was made beforehand; gradients are the weight's still.
-
-    Returns:
-        (loss_sum, z_sum), fp32 scalars.
 
     Raises:
         UserError: shapes do not fit, or there are more words than rows; in backward, second derivatives or unequal

@@ -1,13 +1,12 @@
-"""Who attends to whom: a causal mask with an optional sliding window and document boundaries, built once per forward.
+"""Attention masks: a causal mask, with an optional sliding window and document boundaries, built once per forward.
+
+FlexAttention's block mask is made straight from where documents begin and end. torch's own ``create_block_mask``
+evaluates the mask of every pair of positions first: 2.6 GiB at 16,384 positions on a GPU. Here a block of 128 x 128 is
+judged by its corners: by the first and last position of its queries and keys, and by the first and last document among
+them. Memory is that of the blocks, 16,384 times less.
 
 Shapes: B batch, S queries, K keys (S <= K: the queries are the last S positions of the keys); of block masks Q and K
 are blocks of queries and of keys.
-
-FlexAttention's block mask is made straight from where documents begin and end.
-
-torch's own ``create_block_mask`` evaluates the mask of every pair of positions first: 2.6 GiB at 16,384 positions on a
-GPU. Here a block of 128 x 128 is judged by its corners: by the first and last position of its queries and keys, and
-by the first and last document among them. Memory is that of the blocks, 16,384 times less.
 """
 
 from __future__ import annotations
@@ -25,14 +24,9 @@ class AttentionMask:
     """The mask of one kind of attention layer in one forward; layers of that kind share it.
 
     Query i (position ``key_length - query_length + i``) sees key j when j is not later, is less than ``window``
-    positions earlier, and lies in the same document. What a back end needs (a boolean tensor, the tensors of chunks, a
-    FlexAttention block mask) is made on first use and kept.
-
-    Args:
-        query_length: S.
-        key_length: K, at least S.
-        window: number of positions a query sees, itself included; None for all.
-        documents_BS: (B, K) integer document identity of every key position; None for one document.
+    positions earlier, and lies in the same document (``documents_BS``: (B, K) integers; None for one document). What a
+    back end needs (a boolean tensor, the tensors of chunks, a FlexAttention block mask) is made on first use and kept
+    (see `remember`).
 
     Raises:
         UserError: the lengths, the window or the documents do not fit together.
@@ -55,36 +49,27 @@ class AttentionMask:
             )
         self.query_length = query_length
         self.key_length = key_length
+        # A window as long as the keys hides nothing; without it kernels can use their own causal flag.
         self.window = None if window is None or window >= key_length else window
         self.documents_BS = documents_BS
         self._made: dict[Hashable, Any] = {}
 
     @property
     def is_plain_causal(self) -> bool:
-        """True when nothing but causality restricts attention, so that a kernel's own causal flag says it all."""
+        """Whether nothing but causality restricts attention, so that a kernel's own causal flag is enough."""
+        # torch's `is_causal` aligns queries with the first keys, so it is wrong where there are more keys than queries.
         return self.window is None and self.documents_BS is None and self.query_length == self.key_length
 
     @property
     def sees_everything(self) -> bool:
-        """True when a single query sees every key (a step of generation), so that no mask is needed."""
+        """Whether a single query sees every key (a step of generation), so that no mask is needed."""
         return self.window is None and self.documents_BS is None and self.query_length == 1
 
     def block(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """The mask of some queries (by position among the keys) and some keys: bool (B or 1, 1, q, k), True = seen."""
         key = ("block", queries.start, queries.stop, keys.start, keys.stop, device)
-        block: Tensor = self.remember(key, lambda: self._block(queries, keys, device))
+        block: Tensor = self.remember(key, lambda: seen_keys(queries, keys, self.window, self.documents_BS, device))
         return block
-
-    def _block(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        i = torch.arange(queries.start, queries.stop, device=device)[:, None]
-        j = torch.arange(keys.start, keys.stop, device=device)[None, :]
-        seen = j <= i
-        if self.window is not None:
-            seen = seen & (i - j < self.window)
-        if self.documents_BS is None:
-            return seen[None, None]
-        documents = self.documents_BS.to(device)
-        return ((documents[:, queries, None] == documents[:, None, keys]) & seen)[:, None]
 
     def bias(self, queries: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
         """:meth:`block` as what is added to the scores: 0 where seen, -inf elsewhere.
@@ -96,7 +81,7 @@ class AttentionMask:
             queries, keys = slice(queries.start - shift, queries.stop - shift), slice(0, keys.stop - shift)
 
         def make() -> Tensor:
-            seen = self._block(queries, keys, device)
+            seen = seen_keys(queries, keys, self.window, self.documents_BS, device)
             return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
 
         key = ("bias", queries.start, queries.stop, keys.start, keys.stop, dtype, device)
@@ -110,10 +95,32 @@ class AttentionMask:
         )
 
     def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make()`` returned when it was first asked for under ``key``."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        """What ``make()`` returned when it was first asked for under ``key``; what compiled code makes is not kept.
+
+        A tensor that compiled code made must not leave it by a way that the compiler does not see, and code for "not
+        kept yet" would be compiled anew for "kept already". There it is made again, fused into what uses it.
+        """
+        if key in self._made:
+            return self._made[key]
+        made = make()
+        if not torch.compiler.is_compiling():
+            self._made[key] = made
+        return made
+
+
+def seen_keys(
+    queries: slice, keys: slice, window: int | None, documents_BS: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which keys some queries see, all by their positions in a sequence: bool (B or 1, 1, q, k)."""
+    i = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    seen = j <= i
+    if window is not None:
+        seen = seen & (i - j < window)
+    if documents_BS is None:
+        return seen[None, None]
+    documents = documents_BS.to(device)
+    return ((documents[:, queries, None] == documents[:, None, keys]) & seen)[:, None]
 
 
 BLOCK = 128
@@ -122,7 +129,19 @@ BLOCK = 128
 
 def flex_mask(mask: AttentionMask, device: torch.device) -> Any:
     """The ``BlockMask`` of `mask`, made when it is first asked for."""
-    return mask.remember(("flex", device), lambda: _make(mask, device))
+
+    def make() -> Any:
+        queries, keys = _ranges(mask)
+        documents = mask.documents_BS
+        if documents is None:
+            seen = _seen(queries.start, mask.window)
+        else:
+            documents = documents.to(device)
+            mine = documents[:, queries.start :] if queries.start else documents
+            seen = _seen(queries.start, mask.window, mine, documents)
+        return _assembled(block_kinds(mask, device), queries, keys, seen)
+
+    return mask.remember(("flex", device), make)
 
 
 def block_mask(
@@ -138,21 +157,8 @@ def block_mask(
         return _assembled(_kinds(queries, keys, window, None, device), queries, keys, _seen(shift, window))
     here = documents_BS.to(device)
     mine, theirs = here[:, queries.start : queries.stop], here[:, keys.start : keys.stop]
-    return _assembled(
-        _kinds(queries, keys, window, (mine, theirs), device), queries, keys, _seen(shift, window, mine, theirs)
-    )
-
-
-def _make(mask: AttentionMask, device: torch.device) -> Any:
-    queries, keys = _ranges(mask)
-    documents = mask.documents_BS
-    if documents is None:
-        seen = _seen(queries.start, mask.window)
-    else:
-        documents = documents.to(device)
-        mine = documents[:, queries.start :] if queries.start else documents
-        seen = _seen(queries.start, mask.window, mine, documents)
-    return _assembled(block_kinds(mask, device), queries, keys, seen)
+    kinds = _kinds(queries, keys, window, (mine, theirs), device)
+    return _assembled(kinds, queries, keys, _seen(shift, window, mine, theirs))
 
 
 def _ranges(mask: AttentionMask) -> tuple[range, range]:
@@ -162,23 +168,15 @@ def _ranges(mask: AttentionMask) -> tuple[range, range]:
 def _assembled(kinds: tuple[Tensor, Tensor], queries: range, keys: range, seen: Any) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
+    # FlexAttention evaluates `mask_mod` only in the partial blocks; full ones are computed without it.
     partial, full = kinds
     return BlockMask.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen,
-        seq_lengths=(len(queries), len(keys)),
+        *_ordered(partial), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(len(queries), len(keys))
     )
 
 
 def _seen(shift: int | Tensor, window: int | None, mine: Tensor | None = None, theirs: Tensor | None = None) -> Any:
-    """Whether a query sees a key, as FlexAttention asks it within the blocks that are seen in part.
-
-    Args:
-        shift: position of the first query less that of the first key.
-        mine, theirs: documents of the queries, and of the keys.
-    """
+    """Whether a query sees a key, as FlexAttention asks it; `shift`: first query's position less first key's."""
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         position = i + shift
@@ -206,10 +204,11 @@ def block_kinds(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tens
 def _kinds(
     queries: range, keys: range, window: int | None, documents: tuple[Tensor, Tensor] | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """As `block_kinds`, with the documents of the queries and of the keys."""
     first_q, last_q = _ends(queries.start, queries.stop, device)
     first_k, last_k = _ends(keys.start, keys.stop, device)
     first_q, last_q = first_q[:, None], last_q[:, None]
+    # By corners: a block has something to see if its last query sees its first key, and is seen as a whole if its first
+    # query sees its last key. A block that the end of the sequence cuts short is never whole.
     some = first_k <= last_q
     whole = (last_k <= first_q) & (last_q - first_q + 1 == BLOCK) & (last_k - first_k + 1 == BLOCK)
     if window is not None:
@@ -219,6 +218,8 @@ def _kinds(
         some, whole = some[None], whole[None]
     else:
         (least_q, most_q), (least_k, most_k) = (_extremes(x) for x in documents)
+        # Two blocks share a document if their ranges of documents overlap, and share nothing else if both ranges are
+        # that one.
         least_q, most_q = least_q[:, :, None], most_q[:, :, None]
         least_k, most_k = least_k[:, None], most_k[:, None]
         some = some & (least_k <= most_q) & (least_q <= most_k)
@@ -227,13 +228,12 @@ def _kinds(
 
 
 def _ends(begin: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last position of each block of ``begin .. end``."""
     first = torch.arange(begin, end, BLOCK, device=device)
     return first, (first + (BLOCK - 1)).clamp(max=end - 1)
 
 
 def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest document of each block, (B, blocks) each."""
+    # Filled up with the last document, which changes neither the least nor the greatest of the last block.
     missing = -documents_BS.shape[1] % BLOCK
     filled = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, missing)], dim=1) if missing else documents_BS
     least, most = filled.view(len(filled), -1, BLOCK).aminmax(dim=2)
@@ -242,5 +242,6 @@ def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of each row there are, and their columns, those first, in order: both int32."""
+    # Stable, so that columns of one kind stay in ascending order.
     columns = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32), columns.to(torch.int32)

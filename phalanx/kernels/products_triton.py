@@ -9,9 +9,9 @@ Flux (arXiv 2406.06858) fuses a tensor-parallel group's collectives with the pro
   of, the next rank's first and the own ones last, and signals it there. `sum_of_tiles` of the owner waits for each
   tile and adds in the order of ranks, in fp32: the same inputs give the same bits.
 
-Signals are int32 words that hold the number of the last call that set them, so that nobody sets them back; a call's
+Signals are int32 words that hold the number of the last call that set them, so that they are never set back; a call's
 number is greater than all before. A signal is written with release and read with acquire order at the scope of the
-system, for whoever waits may be on another device than whoever writes; it lies where it is waited for.
+system, for writer and reader may be on different devices; it lies where it is waited for.
 
 No process groups, no streams: memory of all ranks and what has arrived is the caller's
 (`phalanx.parallel.tensor.tiles`). Under ``TRITON_INTERPRET=1`` the kernels run on a CPU, where they are tested with
@@ -31,49 +31,32 @@ from torch import Tensor
 
 
 class Blocks(NamedTuple):
-    """How a product is cut.
+    """How a product is cut."""
 
-    Attributes:
-        rows, columns: of the tile that a program makes at a time; powers of two, at least 16.
-        inputs: read at a time; likewise.
-        group: rows of tiles that are made beside one another, so that they find the matrix in the cache.
-        warps, stages: of a program; loads on their way.
-    """
-
+    # rows, columns: of the tile that a program makes at a time; powers of two, at least 16
     rows: int = 128
     columns: int = 128
-    inputs: int = 64
-    group: int = 8
+    inputs: int = 64  # read at a time; likewise
+    group: int = 8  # rows of tiles that are made beside one another, so that they find the matrix in the cache
     warps: int = 8
-    stages: int = 3
+    stages: int = 3  # loads on their way
 
 
 class Arrivals(NamedTuple):
-    """What is known of rows that are on their way.
+    """What is known of rows that are on their way."""
 
-    Attributes:
-        signals: int32 (n * chunks,): of each chunk of each rank's rows, the number of the call in which it came.
-        chunk_rows: rows of a chunk; the last one of a rank may have fewer.
-        call: number of this call.
-    """
-
-    signals: Tensor
-    chunk_rows: int
+    signals: Tensor  # int32 (n * chunks,): of each chunk of each rank's rows, the number of the call in which it came
+    chunk_rows: int  # rows of a chunk; the last one of a rank may have fewer
     call: int
 
 
 class Owners(NamedTuple):
-    """Where the tiles of a product go.
+    """Where the tiles of a product go."""
 
-    Attributes:
-        slots: int64 (n,): of each rank, the address of its (n, R, O) partial sums, of the type of the inputs; all
-            addresses are multiples of 16.
-        signals: int64 (n,): of each rank, the address of its int32 (n, tiles) signals.
-        call: number of this call.
-    """
-
+    # int64 (n,): of each rank, the address of its (n, R, O) partial sums, of the type of the inputs; all addresses are
+    # multiples of 16
     slots: Tensor
-    signals: Tensor
+    signals: Tensor  # int64 (n,): of each rank, the address of its int32 (n, tiles) signals
     call: int
 
 
@@ -187,23 +170,18 @@ def _sum_of_tiles(
 
 
 def product_of_arriving(
-    x_TI: Tensor,
-    matrix_IO: Tensor,
+    x_TI: Tensor,  # contiguous; the rows of `own` are there
+    matrix_IO: Tensor,  # in any layout, of the type of `x`
     bias_O: Tensor | None,
     arrivals: Arrivals,
     own: int,
     size: int,
+    # at most so many run at a time. Where rows are brought by something that needs a multiprocessor of this device,
+    # there must be fewer than it has: programs that wait do not make room
     programs: int,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """``x @ matrix + bias`` (T, O), while rows of `x` of other ranks than `own` are still on their way.
-
-    Args:
-        x_TI: contiguous; the rows of `own` are there.
-        matrix_IO: in any layout, of the type of `x`.
-        programs: at most so many run at a time. Where rows are brought by something that needs a multiprocessor of
-            this device, there must be fewer than it has: programs that wait do not make room.
-    """
+    """``x @ matrix + bias`` (T, O), while rows of `x` of other ranks than `own` are still on their way."""
     blocks = blocks or usual_blocks(x_TI)
     assert x_TI.is_contiguous() and x_TI.dtype == matrix_IO.dtype and x_TI.shape[0] % size == 0
     rows = x_TI.shape[0] // size
@@ -224,10 +202,7 @@ def product_to_owners(
 ) -> None:
     """Write ``x @ matrix`` (T, O) into the memory of the ranks whose rows it is of, and signal each tile there.
 
-    Args:
-        x_TI: contiguous.
-        matrix_IO: in any layout, of the type of `x`.
-        programs: at most so many run at a time; none of them waits.
+    Arguments as of `product_of_arriving`; none of the programs waits.
     """
     blocks = blocks or usual_blocks(x_TI)
     assert x_TI.is_contiguous() and x_TI.dtype == matrix_IO.dtype and x_TI.shape[0] % size == 0
@@ -243,11 +218,7 @@ def product_to_owners(
 def sum_of_tiles(slots_nRO: Tensor, signals: Tensor, call: int, programs: int, blocks: Blocks | None = None) -> Tensor:
     """The sum over ranks of what they have written here, (R, O); waits for each tile, and adds in the order of ranks.
 
-    Args:
-        slots_nRO: contiguous.
-        signals: int32 (n, tiles) of this rank.
-        programs: at most so many run at a time, all of which may wait.
-        blocks: the same as of the products.
+    At most so many `programs` run at a time, all of which may wait; `blocks` are those of the products.
     """
     blocks = blocks or usual_blocks(slots_nRO)
     size, rows, columns = slots_nRO.shape

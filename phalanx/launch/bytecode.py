@@ -24,9 +24,7 @@ from typing import Any
 from phalanx.core.files import digest, make_private, private_folder, prune, read_private, this_python, write_private
 
 _MOST_BYTES = 64 << 20
-_MOST_FOLDERS = 4
-"""One for each Python, with what is installed for it."""
-
+_MOST_FOLDERS = 4  # one for each Python, with what is installed for it
 _SUM_BYTES = 16
 _STAMP = struct.Struct("<4sqq")
 
@@ -49,7 +47,7 @@ def keep_bytecode(environ: Mapping[str, str]) -> None:
 
 
 def bytecode_in(folder: Path) -> Path:
-    """Where in the cache bytecode of this Python is kept."""
+    """Where the cache keeps bytecode of this Python."""
     return folder / f"bytecode-{digest(*this_python())[:16]}"
 
 
@@ -73,14 +71,14 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """The same spec; where nobody keeps the module's bytecode, with a loader that does."""
+        """The same spec; where Python does not keep the module's bytecode, with a loader that does."""
         spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader and not _is_kept_anyway(spec.cached):
+        if spec is not None and type(spec.loader) is SourceFileLoader and not _keeps_python(spec.cached):
             spec.loader = _Loader(name, spec.loader.path, self._folder)
         return spec
 
 
-def _is_kept_anyway(cached: str | None) -> bool:
+def _keeps_python(cached: str | None) -> bool:
     """Whether there is bytecode, or Python will write it."""
     if cached is None or os.access(cached, os.R_OK):
         return cached is not None
@@ -103,25 +101,17 @@ class _Loader(SourceFileLoader):
         found = os.stat(path)  # noqa: PTH116 - of each of some thousand modules
         stamp = _STAMP.pack(importlib.util.MAGIC_NUMBER, found.st_mtime_ns, found.st_size)
         place = self._folder / digest(path)
-        code = _read(place, stamp)
-        if code is None:
-            code = self.source_to_code(self.get_data(path), path)
-            _write(place, stamp, code)
+        data = read_private(place, _MOST_BYTES)
+        begin = _SUM_BYTES + len(stamp)
+        if data is not None and data[_SUM_BYTES:begin] == stamp and data[:_SUM_BYTES] == _sum(data):
+            kept: Any = marshal.loads(memoryview(data)[begin:])
+            if isinstance(kept, CodeType):
+                return kept
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        body = bytes(_SUM_BYTES) + stamp + marshal.dumps(code)
+        with contextlib.suppress(OSError):
+            write_private(place, _sum(body) + body[_SUM_BYTES:])  # the checksum shows what a power cut has left
         return code
-
-
-def _read(place: Path, stamp: bytes) -> CodeType | None:
-    data = read_private(place, _MOST_BYTES)
-    if data is None or data[_SUM_BYTES : _SUM_BYTES + len(stamp)] != stamp or data[:_SUM_BYTES] != _sum(data):
-        return None
-    code: Any = marshal.loads(memoryview(data)[_SUM_BYTES + len(stamp) :])
-    return code if isinstance(code, CodeType) else None
-
-
-def _write(place: Path, stamp: bytes, code: CodeType) -> None:
-    body = bytes(_SUM_BYTES) + stamp + marshal.dumps(code)
-    with contextlib.suppress(OSError):
-        write_private(place, _sum(body) + body[_SUM_BYTES:])  # the checksum tells of what a power cut has left
 
 
 def _sum(data: bytes) -> bytes:

@@ -31,12 +31,7 @@ class Core:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets: hardware threads to run on, and how many arithmetic threads.
-
-    Attributes:
-        cpus: None where ranks outnumber cores; they share all of them then, and the system places them.
-        threads: at least 1.
-    """
+    """Hardware threads that one rank runs on (None: all, ranks outnumber cores), and how many arithmetic threads."""
 
     cpus: frozenset[int] | None
     threads: int
@@ -49,34 +44,29 @@ def wanted_threads(environ: Mapping[str, str]) -> int:
 
 
 def require_threads(threads: int, field: str) -> None:
-    """Refuse a number of arithmetic threads that would take what others need, and be slower than one per core.
-
-    Raises:
-        UserError: it is more than `MOST_PER_CPU` times the CPUs of this machine.
-    """
+    """UserError: so many arithmetic threads would take what others need, and be slower than one per core."""
     cpus = os.cpu_count() or 1
     if threads > MOST_PER_CPU * cpus:
-        raise UserError(
-            f"is more than {MOST_PER_CPU} times the {cpus} CPUs of this machine",
-            cure=f"set it to {cpus} or less",
-            field=field,
-            value=threads,
-        )
+        problem = f"is more than {MOST_PER_CPU} times the {cpus} CPUs of this machine"
+        raise UserError(problem, cure=f"set it to {cpus} or less", field=field, value=threads)
 
 
 def ignored_threads(environ: Mapping[str, str]) -> str:
     """What is wrong with ``OMP_NUM_THREADS``, so that it is not heeded; empty: nothing, or it is not set."""
-    said = environ.get("OMP_NUM_THREADS", "")
-    is_heeded = wanted_threads(environ) or not said.strip()
-    return "" if is_heeded else f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored"
+    given = environ.get("OMP_NUM_THREADS", "")
+    is_heeded = wanted_threads(environ) or not given.strip()
+    return "" if is_heeded else f"OMP_NUM_THREADS = {given!r} is no number of threads and is ignored"
 
 
 def read_cores(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
     """The physical cores that `cpus` belong to, by NUMA node, package and number, holding those of `cpus` alone.
 
-    Where the system tells nothing of a CPU, it counts as a core of its own.
+    A CPU of which the system says nothing counts as a core of its own.
     """
-    nodes = _node_of_cpus(system)
+    nodes = {}
+    for folder in (system / "node").glob("node[0-9]*"):
+        for link in folder.glob("cpu[0-9]*"):
+            nodes[int(link.name.removeprefix("cpu"))] = int(folder.name.removeprefix("node"))
     found: dict[tuple[int, int, int], list[int]] = {}
     for cpu in sorted(cpus):
         topology = system / "cpu" / f"cpu{cpu}" / "topology"
@@ -113,26 +103,13 @@ def bind(share: Share) -> None:
 
 
 def bind_started_elsewhere(local_rank: int, local_world_size: int) -> Share:
-    """Bind a worker that torchrun or srun started, unless they did: then its mask is smaller than its parent's.
-
-    Returns:
-        The share it has now.
-    """
+    """Bind a worker that torchrun or srun started, unless they did: then its mask is smaller than its parent's."""
     mine = allowed_cpus()
     if hasattr(os, "sched_getaffinity") and mine < frozenset(os.sched_getaffinity(os.getppid())):
         return Share(mine, len(read_cores(mine)))
     share = local_shares(local_world_size)[local_rank]
     bind(share)
     return share
-
-
-def _node_of_cpus(system: Path) -> dict[int, int]:
-    """NUMA node of every CPU, as far as the system tells."""
-    result = {}
-    for folder in (system / "node").glob("node[0-9]*"):
-        for link in folder.glob("cpu[0-9]*"):
-            result[int(link.name.removeprefix("cpu"))] = int(folder.name.removeprefix("node"))
-    return result
 
 
 def _number(path: Path, default: int) -> int:

@@ -1,13 +1,7 @@
 """Rank, world size and rendezvous of a worker from the environment: ours, torchrun's or Slurm's; and its device.
 
-Slurm's short lists: of hosts, such as ``node[01-03,07],gpu5``, and of counts, such as ``4(x2),3``.
-
-What a worker process is told by whoever started it: our own launcher, torchrun, or Slurm's srun.
-
 torchrun's variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. Slurm's: srun(1),
-"output environment variables".
-
-Which of the host's devices a worker computes on. Torch-free: the caller knows how many are visible.
+"output environment variables", with short lists of hosts, such as ``node[01-03,07],gpu5``, and of counts, ``4(x2),3``.
 """
 
 from __future__ import annotations
@@ -26,18 +20,12 @@ _EXPRESSION = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
-# As in Slurm's hostlist.h.
-_LONGEST_RANGE = 1 << 16
-
+_LONGEST_RANGE = 1 << 16  # as in Slurm's hostlist.h
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hosts(hosts: str) -> Iterator[str]:
-    """The names in a host list, in order; several brackets in one name vary like digits, the last one fastest.
-
-    Raises:
-        UserError: it is not a host list.
-    """
+    """The names in a host list, in order; several brackets in one name vary like digits, the last one fastest."""
     expressions = _EXPRESSION.findall(hosts)
     if not hosts or ",".join(expressions) != hosts:
         raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
@@ -47,11 +35,7 @@ def expand_hosts(hosts: str) -> Iterator[str]:
 
 
 def expand_counts(counts: str) -> list[int]:
-    """Tasks of every node: ``4(x2),3`` is 4, 4, 3.
-
-    Raises:
-        UserError: it is not a list of counts.
-    """
+    """Tasks of every node: ``4(x2),3`` is 4, 4, 3."""
     result: list[int] = []
     for item in counts.split(","):
         match = _COUNT.fullmatch(item)
@@ -66,11 +50,9 @@ def _numbers(inner: str, hosts: str) -> list[str]:
     result: list[str] = []
     for item in inner.split(","):
         match = _RANGE.fullmatch(item)
-        if match is None:
+        if match is None or int(match[2] or match[1]) - int(match[1]) >= _LONGEST_RANGE:
             raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
         first, last = match[1], match[2] or match[1]
-        if int(last) - int(first) >= _LONGEST_RANGE:
-            raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
         result += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return result
 
@@ -102,18 +84,15 @@ _FIRST_PORT, _PORTS = 15_000, 15_000
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank: who it is, and where all ranks meet.
+    """One rank: its numbers among all processes of the job and those of this host, and where all ranks meet.
 
     Attributes:
-        rank, local_rank: number among all processes of the job, and among those of this host.
-        world_size, local_world_size: how many there are of either.
         host, port: of the rendezvous store.
         attempt: how often the job was started before.
-        launcher: who started this process.
         hosts_store: whether this process is to open the store's server; else it is a client only.
         listen_fd: a socket that already listens at `port`, to be handed to the store's server (TCPStore's
-            `master_listen_fd`), so that nobody can take the port in between; None: the server binds it itself.
-        phases_s: seconds that each phase of starting took, in order; empty where nobody timed them.
+            `master_listen_fd`), so that no other process takes the port in between; None: the server binds it.
+        phases_s: seconds that each phase of starting took, in order; empty where they were not timed.
     """
 
     rank: int
@@ -150,25 +129,18 @@ class Worker:
 
 
 def worker_environment(environ: Mapping[str, str] | None = None) -> Worker | None:
-    """The worker that this process is, or None if nobody started it as one.
+    """The worker that this process is, or None if it was not started as one.
 
     Our own variables go before torchrun's, and those before srun's. A Slurm step of one task is not a worker: the
-    process may start what it needs by itself. Nor is a batch script, which Slurm tells of the job's tasks but which is
-    none.
-
-    Args:
-        environ: environment variables; None: those of this process.
-
-    Raises:
-        UserError: the environment is incomplete or contradicts itself.
+    process may start what it needs by itself. Nor is a batch script, which has the variables of the job's tasks but is
+    not one. Raises UserError where the environment is incomplete or contradicts itself.
     """
     environ = os.environ if environ is None else environ
     if _MARK in environ:
         return _checked(_from_phalanx(_Variables(environ, "unset the PHALANX_ variables")), _MARK)
     if "RANK" in environ or "LOCAL_RANK" in environ:
-        return _checked(
-            _from_torchrun(_Variables(environ, "start with torchrun, or unset RANK and LOCAL_RANK")), "RANK"
-        )
+        variables = _Variables(environ, "start with torchrun, or unset RANK and LOCAL_RANK")
+        return _checked(_from_torchrun(variables), "RANK")
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         worker = _from_slurm(_Variables(environ, "start with srun, or unset SLURM_PROCID"))
         return _checked(worker, "SLURM_PROCID") if worker.world_size > 1 else None
@@ -205,20 +177,22 @@ class _Variables:
             raise UserError("is not a whole number from 0", cure=self.cure, field=field, value=text)
         return int(text)
 
+    def placement(self, prefix: str = "") -> tuple[int, int, int, int]:
+        """Rank, local rank, world size and local world size."""
+        rank, local_rank = self.number(f"{prefix}RANK"), self.number(f"{prefix}LOCAL_RANK")
+        return rank, local_rank, self.number(f"{prefix}WORLD_SIZE"), self.number(f"{prefix}LOCAL_WORLD_SIZE")
+
 
 def _from_phalanx(variables: _Variables) -> Worker:
     listen_fd = variables.number("PHALANX_STORE_FD", default=-1)
     phases = (item.partition("=") for item in variables.environ.get("PHALANX_PHASES", "").split())
-    rank = variables.number(_MARK)
+    placement = variables.placement("PHALANX_")
     return Worker(
-        rank=rank,
-        local_rank=variables.number("PHALANX_LOCAL_RANK"),
-        world_size=variables.number("PHALANX_WORLD_SIZE"),
-        local_world_size=variables.number("PHALANX_LOCAL_WORLD_SIZE"),
-        host=variables.text("PHALANX_STORE_HOST"),
-        port=variables.number("PHALANX_STORE_PORT"),
-        attempt=variables.number("PHALANX_ATTEMPT", default=0),
-        hosts_store=rank == 0,
+        *placement,
+        variables.text("PHALANX_STORE_HOST"),
+        variables.number("PHALANX_STORE_PORT"),
+        variables.number("PHALANX_ATTEMPT", default=0),
+        hosts_store=placement[0] == 0,
         listen_fd=None if listen_fd < 0 else listen_fd,
         phases_s={name: float(seconds) for name, _, seconds in phases},
     )
@@ -226,51 +200,41 @@ def _from_phalanx(variables: _Variables) -> Worker:
 
 def _from_torchrun(variables: _Variables) -> Worker:
     agent_hosts = variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank = variables.number("RANK")
+    placement = variables.placement()
     return Worker(
-        rank=rank,
-        local_rank=variables.number("LOCAL_RANK"),
-        world_size=variables.number("WORLD_SIZE"),
-        local_world_size=variables.number("LOCAL_WORLD_SIZE"),
-        host=variables.text("MASTER_ADDR"),
-        port=variables.number("MASTER_PORT"),
-        attempt=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
+        *placement,
+        variables.text("MASTER_ADDR"),
+        variables.number("MASTER_PORT"),
+        variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="torchrun",
-        hosts_store=rank == 0 and not agent_hosts,
+        hosts_store=placement[0] == 0 and not agent_hosts,
     )
 
 
 def _from_slurm(variables: _Variables) -> Worker:
-    environ = variables.environ
     attempt = variables.number("SLURM_RESTART_COUNT", default=0)
     rank = variables.number("SLURM_PROCID")
     per_node = expand_counts(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     node = variables.number("SLURM_NODEID", default=0)
     if node >= len(per_node):
         raise UserError(f"there are only {len(per_node)} nodes", cure=variables.cure, field="SLURM_NODEID", value=node)
+    host = variables.environ.get("MASTER_ADDR")
+    nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    job = variables.number("SLURM_JOB_ID", "SLURM_JOBID")
+    step = variables.number("SLURM_STEP_ID", default=0)
+    # 7919 is a prime that shares no factor with the range, so neighbouring jobs, steps and restarts lie far apart.
+    port = _FIRST_PORT + (job + 7919 * step + 104_729 * attempt) % _PORTS
     return Worker(
         rank=rank,
         local_rank=variables.number("SLURM_LOCALID"),
         world_size=variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_world_size=per_node[node],
-        host=environ.get("MASTER_ADDR") or _first_host(variables),
-        port=variables.number("MASTER_PORT", default=_slurm_port(variables, attempt)),
+        host=host or next(expand_hosts(variables.text(*nodes))),
+        port=variables.number("MASTER_PORT", default=port),
         attempt=attempt,
         launcher="srun",
         hosts_store=rank == 0,
     )
-
-
-def _first_host(variables: _Variables) -> str:
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    return next(expand_hosts(variables.text(*names)))
-
-
-def _slurm_port(variables: _Variables, attempt: int) -> int:
-    job = variables.number("SLURM_JOB_ID", "SLURM_JOBID")
-    step = variables.number("SLURM_STEP_ID", default=0)
-    # 7919 is a prime that shares no factor with the range, so neighbouring jobs, steps and restarts lie far apart.
-    return _FIRST_PORT + (job + 7919 * step + 104_729 * attempt) % _PORTS
 
 
 def _checked(worker: Worker, field: str) -> Worker:
@@ -297,13 +261,8 @@ def _contradiction(field: str, value: int, problem: str) -> UserError:
 def device_index(worker: Worker, visible: int, *, shared: bool = False) -> int:
     """Number of the device of `worker` among the `visible` ones: its local rank.
 
-    Where Slurm was told to (``--gpus-per-task=1``, ``--gpu-bind``), it shows each task its own device alone; that is 0.
-
-    Args:
-        shared: ranks may share devices; they take turns.
-
-    Raises:
-        UserError: there are more ranks on this host than devices.
+    With ``--gpus-per-task=1`` or ``--gpu-bind`` Slurm shows each task its own device alone; that is 0. Where ranks may
+    share devices they take turns; else more ranks than devices raise UserError.
     """
     if shared:
         return worker.local_rank % visible

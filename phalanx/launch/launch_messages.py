@@ -1,12 +1,6 @@
-"""What the launcher, its template process and the ranks say to each other, over private sockets.
+"""Messages between the launcher, its template process and the ranks, and the socket to a template that stays.
 
-They are sent pickled by `multiprocessing.connection`: both ends are processes of one program, over sockets that nobody
-else can open.
-
-The socket between a launcher and a template that stays: whole messages, with descriptors beside them.
-
-Both ends are processes of one program, over a socket that nobody else can open, so messages are pickled. What does not
-fit into a packet goes into memory that is handed over beside it.
+They are pickled: both ends are processes of one program, over sockets that no other program can open.
 """
 
 from __future__ import annotations
@@ -30,11 +24,9 @@ class RankSpec:
     """Everything that makes one rank out of a fork of the template, or out of a new Python.
 
     Attributes:
-        worker: who it is; its `listen_fd` is open in the template under this number.
-        share: its cores and threads.
+        worker: its `listen_fd` is open in the template under this number.
         output_fd: where its stdout and stderr go; None: where the launcher's go.
         target, arguments: ``module:function``, called with the worker and then `arguments`.
-        environ: its environment variables.
         path, argv: `sys.path` and `sys.argv`; of a template that stays, `path` is what stands before its own.
         speaks: whether `target` gets, after the worker, a function that sends a message to the launcher.
     """
@@ -60,11 +52,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Ready:
-    """From the template: all is imported.
-
-    Attributes:
-        fork_refused: why the ranks cannot be forked; None where they can.
-    """
+    """From the template: all is imported; why the ranks cannot be forked, None where they can."""
 
     fork_refused: str | None
 
@@ -78,11 +66,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Returned:
-    """From a rank: its target returned, or raised SystemExit, with this exit status.
-
-    Attributes:
-        threads: names of those that keep its process alive for now.
-    """
+    """From a rank: its target returned, or raised SystemExit; `threads` keep its process alive for now."""
 
     rank: int
     status: int
@@ -91,12 +75,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Exited:
-    """From the template: the process of a rank is gone.
-
-    Attributes:
-        code: as subprocess has it, negative for a signal.
-        is_killed: the template has killed it, and nobody else had before.
-    """
+    """From the template: the process of a rank is gone, by a signal if `code` is negative; killed by the template?"""
 
     rank: int
     time_ns: int
@@ -121,10 +100,9 @@ class Prepare:
     """To the template, once: what to import.
 
     Attributes:
-        modules: that must be there.
-        learnt: that may be there, if that does no harm; see `phalanx.launch.optimizer_hook`.
+        modules, learnt: that must be there, and that may be if they do no harm (`phalanx.launch.learnt_imports`).
         path_entry, argv: as the script will have them.
-        bytecode: folder for bytecode that Python would not keep; None: there is none.
+        bytecode: folder for bytecode that Python would not keep.
     """
 
     modules: Sequence[str]
@@ -185,10 +163,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Of:
-    """From the template: what is said of a rank of an attempt."""
+    """From the template: a report about a rank of an attempt."""
 
     attempt: int
-    word: Failure | Returned | Exited | Learnt
+    report: Failure | Returned | Exited | Learnt
 
 
 @dataclass(frozen=True)
@@ -199,18 +177,22 @@ class Over:
 
 
 _MAX_DESCRIPTORS = 253  # SCM_MAX_FD of Linux
-_ELSEWHERE = b"m"  # a pickle of this protocol begins with another byte
+_IN_MEMORY = b"m"  # a pickle of this protocol begins with another byte
+
+QUIET_IMPORTS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment of templates: NumPy's OpenBLAS starts its threads on import, and torch may look for devices through the
+driver: neither is for a process that is to be forked."""
 
 
-class LineGoneError(Exception):
+class HungUpError(Exception):
     """The process at the other end has hung up, or takes nothing more."""
 
 
-class Line:
-    """One end.
+class MessageSocket:
+    """One end of a Unix socket of kind SOCK_SEQPACKET: whole messages, with descriptors beside them.
 
-    Args:
-        connection: a Unix socket of kind SOCK_SEQPACKET; if it does not block, neither does this.
+    What does not fit into a packet goes into memory that is handed over beside it. If the socket does not block,
+    neither does this.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -224,17 +206,19 @@ class Line:
         """Send a message; the descriptors stay open here.
 
         Raises:
-            LineGoneError: the other end is gone, or has not read for so long that nothing more fits.
+            HungUpError: the other end is gone, or has not read for so long that nothing more fits.
         """
         packet = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         memory = -1
         try:
             if len(packet) > PACKET_BYTES:
-                memory = _memory_of(packet)
-                packet, descriptors = _ELSEWHERE, [memory, *descriptors]
+                memory = os.memfd_create("phalanx message")
+                with os.fdopen(os.dup(memory), "wb") as file:
+                    file.write(packet)
+                packet, descriptors = _IN_MEMORY, [memory, *descriptors]
             socket.send_fds(self._connection, [packet], list(descriptors), socket.MSG_NOSIGNAL)
         except OSError as error:
-            raise LineGoneError(str(error)) from error
+            raise HungUpError(str(error)) from error
         finally:
             if memory >= 0:
                 os.close(memory)
@@ -242,21 +226,18 @@ class Line:
     def receive(self) -> tuple[Any, list[int]]:
         """The next message, and its descriptors, which are then the caller's.
 
-        Raises:
-            LineGoneError: the other end has hung up.
-            BlockingIOError: there is none, and this end does not block.
+        Raises HungUpError; and BlockingIOError where there is none and this end does not block.
         """
         try:
-            packet, descriptors, _, _ = socket.recv_fds(
-                self._connection, PACKET_BYTES, _MAX_DESCRIPTORS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            )
+            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            packet, descriptors, _, _ = socket.recv_fds(self._connection, PACKET_BYTES, _MAX_DESCRIPTORS, flags)
         except BlockingIOError:
             raise
         except OSError as error:
-            raise LineGoneError(str(error)) from error
+            raise HungUpError(str(error)) from error
         if not packet:
-            raise LineGoneError("it has hung up")
-        if packet == _ELSEWHERE:
+            raise HungUpError("it has hung up")
+        if packet == _IN_MEMORY:
             memory, *descriptors = descriptors
             with os.fdopen(memory, "rb") as file:
                 file.seek(0)
@@ -266,14 +247,3 @@ class Line:
     def close(self) -> None:
         """Hang up."""
         self._connection.close()
-
-
-def _memory_of(packet: bytes) -> int:
-    memory = os.memfd_create("phalanx message")
-    try:
-        with os.fdopen(os.dup(memory), "wb") as file:
-            file.write(packet)
-    except OSError:
-        os.close(memory)
-        raise
-    return memory

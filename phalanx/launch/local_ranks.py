@@ -1,13 +1,12 @@
 """Starting all ranks of a job on this host, where they write, and how they ended.
 
-Where ranks write. Rank 0 keeps the terminal, as a single process would have it, so that a live display works.
-
-The others' stdout and stderr together go to the launcher's stderr line by line, each line under the mark of its rank,
-or into a file per rank where a folder is given.
+Rank 0 keeps the terminal, as a single process would have it, so that a live display works. The others' stdout and
+stderr together go to the launcher's stderr line by line, each line under the mark of its rank, or into a file per rank
+where a folder is given.
 
     launch_local ── starts ──► template ── forks ──► rank 0 … rank N-1
          ▲                        │                      │
-         └── Ready, Exited … ─────┴── word of its end ◄──┘
+         └── Ready, Exited … ─────┴── how it ended ◄─────┘
 
 The launcher decides, the template does: see `phalanx.launch.template`.
 """
@@ -23,60 +22,54 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from phalanx.core.addresses import stay_here
 from phalanx.core.layout import Layout
-from phalanx.ipc.processes import STOP_SIGNALS, ReceivedSignals
+from phalanx.ipc.stop_request import STOP_SIGNALS, ReceivedSignals
 from phalanx.launch.cores import Share, local_shares, wanted_threads
 from phalanx.launch.environment import Worker, without_worker
-from phalanx.launch.launch_messages import Broken, Exited, RankSpec, Ready, Returned, Send
+from phalanx.launch.launch_messages import QUIET_IMPORTS, Broken, Exited, RankSpec, Ready, Returned, Send
 from phalanx.launch.rank_failures import Ending, Failure, describe, failure_of_exit, find_culprit, signal_name
 
 _BLOCK_BYTES = 1 << 16
 _LAST_LINES = 20
 
 
-class Output(Protocol):
-    """What the ranks but the first write, as the launcher holds it."""
+class Output:
+    """What the ranks but the first write, as the launcher has it."""
 
-    descriptors: dict[int, int]
-    """Rank -> the descriptor that is to be its stdout and stderr; closed by `started`."""
+    def __init__(self) -> None:
+        self.descriptors: dict[int, int] = {}  # by rank, its stdout and stderr
 
     def started(self) -> None:
         """The template has the descriptors now."""
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        self.descriptors.clear()
 
     def sources(self) -> list[int]:
         """Descriptors to wait for."""
+        return []
 
     def read(self, ready: Collection[Any]) -> None:
         """Take what has come from those of `sources` that are ready."""
 
     def last_lines(self, rank: int) -> list[str]:
-        """The last lines that a rank wrote; empty where they are not known."""
+        """The last 20 lines that a rank wrote; empty where they are not known."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Show the rest."""
+        self.started()
 
 
-class _Descriptors:
-    """Descriptors that are passed on to the template and then closed here."""
-
-    def __init__(self) -> None:
-        self.descriptors: dict[int, int] = {}
-
-    def started(self) -> None:
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
-        self.descriptors.clear()
-
-
-class MarkedOutput(_Descriptors):
+class MarkedOutput(Output):
     """Every line of rank 3 becomes ``[rank 3] …`` on `stream`."""
 
     def __init__(self, ranks: Iterable[int], stream: TextIO) -> None:
@@ -127,7 +120,7 @@ class MarkedOutput(_Descriptors):
         os.close(descriptor)
 
 
-class FileOutput(_Descriptors):
+class FileOutput(Output):
     """Rank 3 appends to ``rank-3.log`` in `folder`."""
 
     def __init__(self, ranks: Iterable[int], folder: Path) -> None:
@@ -137,13 +130,6 @@ class FileOutput(_Descriptors):
         for rank, path in self._paths.items():
             self.descriptors[rank] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def sources(self) -> list[int]:
-        """None: the ranks write to their files themselves."""
-        return []
-
-    def read(self, ready: Collection[Any]) -> None:
-        """Nothing comes this way."""
-
     def last_lines(self, rank: int) -> list[str]:
         """Up to 20 lines, of this start or an earlier one."""
         if rank not in self._paths:
@@ -152,10 +138,6 @@ class FileOutput(_Descriptors):
             file.seek(max(file.seek(0, os.SEEK_END) - _BLOCK_BYTES, 0))
             return file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
 
-    def close(self) -> None:
-        """Let go of the files, if the template never had them."""
-        self.started()
-
 
 _LOOPBACK = "127.0.0.1"
 
@@ -163,18 +145,6 @@ _LOOPBACK = "127.0.0.1"
 _REST_S = 0.5
 
 _SHOW_CURSOR = "\x1b[?25h"
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of `launch_local`, which says what they are."""
-
-    preload: Sequence[str]
-    layout: Layout | None
-    attempt: int
-    threads: int | None
-    bind: bool
-    fork: bool
 
 
 def launch_local(
@@ -190,6 +160,7 @@ def launch_local(
     bind: bool = True,
     fork: bool = True,
     report: TextIO | None = None,
+    on_failure: Callable[[Failure], None] | None = None,
 ) -> int:
     """Run ``target(worker, *arguments)`` in `count` new processes on this host, and wait for them.
 
@@ -197,7 +168,6 @@ def launch_local(
     on to every rank once each; ranks that then end by themselves are no failures. No rank outlives this process.
 
     Args:
-        count: ranks, at least 1.
         target: ``module:function``; what it returns is the rank's exit status, None for 0.
         arguments: handed to it pickled.
         preload: modules that the template imports before it forks, besides that of the target.
@@ -208,6 +178,8 @@ def launch_local(
         bind: whether every rank is kept on its share of the cores.
         fork: False starts a new Python per rank, each of which imports for itself.
         report: where errors, and the other ranks' lines, are written; None: stderr.
+        on_failure: called with the failure for which the other ranks are ended, as soon as they have been asked to, and
+            again where it turns out that another one explains it.
 
     Returns:
         Exit status: 0; the first that a rank returned and is not 0; 2 for a `UserError` of a rank, 1 for another
@@ -215,7 +187,6 @@ def launch_local(
     """
     if count < 1 or ":" not in target:
         raise ValueError(f"launch_local({count}, {target!r}): needs at least one rank and a target 'module:function'")
-    options = _Options(preload, layout, attempt, threads, bind, fork)
     report = sys.stderr if report is None else report
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -225,9 +196,13 @@ def launch_local(
         output = MarkedOutput(others, report) if log_folder is None else FileOutput(others, log_folder)
         stack.callback(output.close)
         store = stack.enter_context(socket.create_server((_LOOPBACK, 0), backlog=max(count, 128)))
-        job = _Job(count, target, arguments, options, signals, output, report, store)
+        shares = [
+            Share(share.cpus if bind else None, threads or wanted_threads(os.environ) or share.threads)
+            for share in local_shares(count)
+        ]
+        job = _LocalJob(count, target, arguments, attempt, layout, shares, signals, output, report, store, on_failure)
         stack.callback(job.close)
-        return job.run()
+        return job.run(preload, may_fork=fork)
 
 
 class _TemplateGoneError(Exception):
@@ -235,17 +210,21 @@ class _TemplateGoneError(Exception):
 
 
 @dataclass
-class _Job:
+class _LocalJob:
     """The launcher's side of a job."""
 
     count: int
     target: str
     arguments: Sequence[Any]
-    options: _Options
+    attempt: int
+    layout: Layout | None
+    shares: Sequence[Share]
     signals: ReceivedSignals
     output: Output
     report: TextIO
     store: socket.socket
+    on_failure: Callable[[Failure], None] | None = None
+    told: Failure | None = None
     ending: Ending = field(default_factory=Ending)
     running: set[int] = field(default_factory=set)
     statuses: dict[int, int] = field(default_factory=dict)
@@ -254,7 +233,6 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.started_s = time.monotonic()
-        self.shares = self._shares()
         threads = {"OMP_NUM_THREADS": str(self.shares[0].threads)}
         self.environ = stay_here() | without_worker(os.environ) | threads
         self.output_fds = dict(self.output.descriptors)
@@ -263,17 +241,24 @@ class _Job:
         self.output.started()
         self.store.close()
 
-    def run(self) -> int:
+    def run(self, preload: Sequence[str], *, may_fork: bool) -> int:
         """Start the ranks, wait for them, and return the job's exit status."""
         try:
-            self._tell([*self.options.preload, self.target.partition(":")[0]])
-            if (status := self._await_template()) is not None:
+            self._send([*preload, self.target.partition(":")[0]])
+            if (status := self._start_ranks(may_fork)) is not None:
                 return status
             while self.running:
                 self._wait()
-        except _TemplateGoneError:
-            return self._template_is_gone()
-        self._drain()
+        except _TemplateGoneError:  # and the ranks with it
+            self.running.clear()
+            code = self.template.wait()
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit status {code}"
+            self.report.write(f"the template process {how}; all ranks ended with it\n")
+            return 128 - code if code < 0 else code or 1
+        # Show what the ranks wrote before they ended, unless something they started keeps writing.
+        deadline_s = time.monotonic() + _REST_S
+        while (sources := self.output.sources()) and (ready := wait(sources, max(deadline_s - time.monotonic(), 0))):
+            self.output.read(ready)
         return self._conclude()
 
     def close(self) -> None:
@@ -283,24 +268,44 @@ class _Job:
             os.killpg(self.template.pid, signal.SIGKILL)
         self.template.wait()
 
-    def _await_template(self) -> int | None:
-        """Wait until the ranks are started; or return an exit status, if that was not to be."""
+    def _start_ranks(self, may_fork: bool) -> int | None:
+        """Wait until the template can start the ranks; or return an exit status, where it cannot."""
         while not self.connection.poll():
             if self.signals.fileno() in wait([self.connection, self.signals.fileno()]):
                 for number in self.signals.take():
                     if number in STOP_SIGNALS:
                         return 128 + number
                     self._pass_on(number)
-        message = self._listen()
+        message = self._receive()
         if isinstance(message, Broken):
-            self.report.write(_describe_broken(message.failure))
-            return message.failure.status
+            failure = message.failure
+            user = f"error: {failure.summary}\n"
+            other = f"{failure.text}the ranks were not started: {failure.summary}\n"
+            self.report.write(user if failure.kind == "user" else other)
+            return failure.status
         assert isinstance(message, Ready)
-        if message.fork_refused and self.options.fork:
+        if message.fork_refused and may_fork:
             self.report.write(f"the ranks are not forked, each imports for itself: {message.fork_refused}\n")
-        elapsed_s = time.monotonic() - self.started_s
-        specs = [self._spec(rank, {"template": round(elapsed_s, 6)}) for rank in range(self.count)]
-        self._tell((specs, self.options.fork))
+        phases_s = {"template": round(time.monotonic() - self.started_s, 6)}
+        specs = []
+        for rank in range(self.count):
+            worker = Worker(
+                rank=rank,
+                local_rank=rank,
+                world_size=self.count,
+                local_world_size=self.count,
+                host=_LOOPBACK,
+                port=self.store_port,
+                attempt=self.attempt,
+                hosts_store=rank == 0,
+                listen_fd=self.store_fd if rank == 0 else None,
+                phases_s=phases_s,
+            )
+            environ = self.environ | worker.to_environment()
+            path, argv = list(sys.path), list(sys.argv)
+            share, output_fd = self.shares[rank], self.output_fds.get(rank)
+            specs.append(RankSpec(worker, share, output_fd, self.target, self.arguments, environ, path, argv))
+        self._send((specs, may_fork))
         self.running = set(range(self.count))
         return None
 
@@ -311,14 +316,21 @@ class _Job:
         ready = wait(sources, None if math.isinf(timeout_s) else timeout_s)
         self.output.read(ready)
         if self.connection in ready:
-            self._hear(self._listen())
+            self._handle(self._receive())
         if self.signals.fileno() in ready:
             for number in self.signals.take():
                 self._pass_on(number)
         if (due := self.ending.signal_due(time.monotonic())) is not None:
-            self._send(due)
+            self._signal(due)
+            self._tell()
 
-    def _hear(self, message: Failure | Returned | Exited) -> None:
+    def _tell(self) -> None:
+        culprit = find_culprit(self.ending.failures.values()) if self.ending.failures else None
+        if self.on_failure is not None and culprit is not None and culprit is not self.told:
+            self.told = culprit
+            self.on_failure(culprit)
+
+    def _handle(self, message: Failure | Returned | Exited) -> None:
         if isinstance(message, Failure):
             self.ending.fail(message, time.monotonic())
         elif isinstance(message, Returned):
@@ -339,39 +351,34 @@ class _Job:
 
     def _pass_on(self, number: signal.Signals) -> None:
         if number == signal.SIGTSTP:
-            self._send(signal.SIGSTOP)
+            self._signal(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._send(signal.SIGCONT)
+            self._signal(signal.SIGCONT)
         else:
             self.forwarded.add(number)
-            self._send(number)
+            self._signal(number)
 
-    def _send(self, number: signal.Signals) -> None:
-        """Have the ranks that run signalled; where they and the template are gone by now, its last words tell how."""
+    def _signal(self, number: signal.Signals) -> None:
+        """Have the ranks that run signalled; where they and the template are gone, its last messages say how."""
         if self.running:
             with contextlib.suppress(_TemplateGoneError):
-                self._tell(Send(sorted(self.running), number))
+                self._send(Send(sorted(self.running), number))
 
-    def _tell(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         try:
             self.connection.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise _TemplateGoneError from error
 
-    def _listen(self) -> Any:
+    def _receive(self) -> Any:
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError) as error:
             raise _TemplateGoneError from error
 
-    def _drain(self) -> None:
-        """Show what the ranks wrote before they ended, unless something they started keeps writing."""
-        deadline_s = time.monotonic() + _REST_S
-        while (sources := self.output.sources()) and (ready := wait(sources, max(deadline_s - time.monotonic(), 0))):
-            self.output.read(ready)
-
     def _conclude(self) -> int:
-        """Tell what has to be told, and choose the exit status."""
+        """Report what has to be reported, and choose the exit status."""
+        self._tell()
         failures = list(self.ending.failures.values())
         ends = ", ".join(f"rank {rank}: {status}" for rank, status in sorted(self.statuses.items()))
         first_status = next((self.statuses[rank] for rank in sorted(self.statuses) if self.statuses[rank]), 0)
@@ -381,7 +388,7 @@ class _Job:
                 self.report.write(_SHOW_CURSOR)  # a live display that was cut off has left it hidden
             if culprit.follows and ends:
                 self.report.write(f"some ranks had returned before the others lost them, with exit status: {ends}\n")
-            self.report.write(describe(failures, self.count, socket.gethostname(), self.options.layout))
+            self.report.write(describe(failures, self.count, socket.gethostname(), self.layout))
             self.report.flush()
             return first_status if culprit.follows and first_status else culprit.status
         if self.stopped_by:
@@ -390,60 +397,17 @@ class _Job:
             self.report.write(f"not all ranks returned the same exit status: {ends}\n")
         return first_status
 
-    def _template_is_gone(self) -> int:
-        """The process that the ranks hung on has died, and they with it."""
-        self.running.clear()
-        code = self.template.wait()
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit status {code}"
-        self.report.write(f"the template process {how}; all ranks ended with it\n")
-        return 128 - code if code < 0 else code or 1
-
-    def _shares(self) -> list[Share]:
-        """Cores and threads of every rank, as the options have it."""
-        shares = local_shares(self.count)
-        wanted = self.options.threads or wanted_threads(os.environ)
-        return [Share(s.cpus if self.options.bind else None, wanted or s.threads) for s in shares]
-
-    def _spec(self, rank: int, phases_s: Mapping[str, float]) -> RankSpec:
-        first = rank == 0
-        worker = Worker(
-            rank=rank,
-            local_rank=rank,
-            world_size=self.count,
-            local_world_size=self.count,
-            host=_LOOPBACK,
-            port=self.store_port,
-            attempt=self.options.attempt,
-            hosts_store=first,
-            listen_fd=self.store_fd if first else None,
-            phases_s=phases_s,
-        )
-        environ = self.environ | worker.to_environment()
-        path, argv = list(sys.path), list(sys.argv)
-        share, output_fd = self.shares[rank], self.output_fds.get(rank)
-        return RankSpec(worker, share, output_fd, self.target, self.arguments, environ, path, argv)
-
 
 def _start_template(environ: Mapping[str, str], descriptors: Sequence[int]) -> tuple[Connection, subprocess.Popen]:
     """A new Python in a process group of its own, so that Ctrl-C reaches the ranks only through the launcher."""
     ours, theirs = Pipe()
     program = f"import sys; sys.path[:] = {sys.path!r}; from phalanx.launch.template import serve"
-    # NumPy's OpenBLAS starts its threads on import, and torch may look for devices through the driver: neither is for a
-    # process that is to be forked.
-    quiet = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", f"{program}; serve({theirs.fileno()}, {os.getpid()})"],
-        env={**environ, **quiet},
+        env={**environ, **QUIET_IMPORTS},
         pass_fds=[theirs.fileno(), *descriptors],
         process_group=0,
-        stdin=subprocess.DEVNULL,  # in the background of a terminal, whoever reads from it is stopped
+        stdin=subprocess.DEVNULL,  # in the background of a terminal, a process that reads from it is stopped
     )
     theirs.close()
     return ours, process
-
-
-def _describe_broken(failure: Failure) -> str:
-    """Why the template could not import what the ranks need."""
-    if failure.kind == "user":
-        return f"error: {failure.summary}\n"
-    return f"{failure.text}the ranks were not started: {failure.summary}\n"

@@ -1,9 +1,4 @@
-"""How ranks fail: which failure came first and which only followed from it, and how that is told.
-
-When the ranks of a job are to be ended because one of them failed. A pure state machine,.
-
-Errors that name their rank, for workers that torchrun or srun started.
-"""
+"""How ranks fail: which failure came first, which only followed from it, when the others are ended, what is shown."""
 
 from __future__ import annotations
 
@@ -27,6 +22,8 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
 
+# A `UserError`, source that cannot be compiled, another exception, KeyboardInterrupt, killed by a signal, or left
+# without a report.
 Kind = Literal["user", "syntax", "raised", "interrupted", "signal", "status"]
 
 # What gloo, NCCL and TCPStore say when a peer is gone, as opposed to an error of this rank.
@@ -55,12 +52,8 @@ class Failure:
     """One rank's end that was not wanted.
 
     Attributes:
-        rank: whose.
-        time_ns: when, on the host's monotonic clock.
-        kind: a `UserError`, source that cannot be compiled, another exception, KeyboardInterrupt, killed by a signal,
-            or left without a word.
+        time_ns: on the host's monotonic clock.
         status: exit status that the job has because of it.
-        summary: one line.
         text: the traceback, or the last lines that the rank wrote; may be empty.
         follows: whether it says that a peer is gone, so that it explains nothing.
     """
@@ -75,39 +68,33 @@ class Failure:
 
 
 def failure_of_exception(rank: int, time_ns: int, error: BaseException) -> Failure:
-    """What an exception that nobody caught says of its rank."""
+    """What an uncaught exception says of its rank."""
     if isinstance(error, UserError):
         return Failure(rank, time_ns, "user", 2, str(error), follows=speaks_of_a_peer(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, time_ns, "interrupted", 128 + signal.SIGINT, "interrupted")
     lines = traceback.format_exception(type(error), error, frames_of_user(error))
     summary = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
-    kind: Kind = "syntax" if _is_of_source(error) else "raised"
+    # Whether a file of source cannot be compiled; text that a program compiles by itself has no name of a file.
+    is_source = isinstance(error, SyntaxError) and bool(error.filename) and not str(error.filename).startswith("<")
+    kind: Kind = "syntax" if is_source else "raised"
     return Failure(rank, time_ns, kind, 1, summary, "".join(lines), follows=speaks_of_a_peer(error))
 
 
-def _is_of_source(error: BaseException) -> bool:
-    """Whether a file of source cannot be compiled; text that a program compiles by itself has no name of a file."""
-    return isinstance(error, SyntaxError) and bool(error.filename) and not str(error.filename).startswith("<")
-
-
 def frames_of_user(error: BaseException) -> TracebackType | None:
-    """The traceback of an exception from where the launcher, or what it runs modules with, has called other code.
-
-    None where there was none, as with an error of syntax; all of it where it never left the launcher.
-    """
+    """The traceback from where the launcher has called other code; all of it where the error never left it."""
     frames = error.__traceback__
-    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+    here = os.path.dirname(__file__)  # noqa: PTH120 - text is compared
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file not in _RUNNERS and os.path.dirname(file) != here:  # noqa: PTH120
+            break
         frames = frames.tb_next
     return frames if frames is not None or isinstance(error, SyntaxError) else error.__traceback__
 
 
-def _is_ours(file: str) -> bool:
-    return file in _RUNNERS or os.path.dirname(file) == os.path.dirname(__file__)  # noqa: PTH120 - text is compared
-
-
 def failure_of_exit(rank: int, time_ns: int, code: int, last_lines: Sequence[str] = ()) -> Failure:
-    """What the end of a process that left no word says; `code` as subprocess has it, negative for a signal."""
+    """What the end of a process without a report says; `code` as subprocess has it, negative for a signal."""
     text = "".join(f"{line}\n" for line in last_lines)
     if code < 0:
         return Failure(rank, time_ns, "signal", 128 - code, f"killed by {signal_name(-code)}", text)
@@ -116,7 +103,14 @@ def failure_of_exit(rank: int, time_ns: int, code: int, last_lines: Sequence[str
 
 def speaks_of_a_peer(error: BaseException) -> bool:
     """Whether an exception, or what it was raised from, is what one sees when a peer is gone."""
-    return any(type(e).__name__ in _OF_A_PEER_BY_TYPE or _OF_A_PEER.search(str(e)) for e in _chain(error))
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if type(current).__name__ in _OF_A_PEER_BY_TYPE or _OF_A_PEER.search(str(current)):
+            return True
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
+    return False
 
 
 def signal_name(number: int) -> str:
@@ -140,7 +134,7 @@ def describe(failures: Sequence[Failure], world_size: int, host: str, layout: La
     culprit = find_culprit(failures)
     others = [failure for failure in failures if failure is not culprit and failure.summary != culprit.summary]
     same = sum(failure.summary == culprit.summary for failure in failures) - 1
-    # While axes are open the layout has fewer ranks than the job: nobody knows yet where this one will sit.
+    # While axes are open the layout has fewer ranks than the job: it is not known yet where this one will sit.
     spans_all = layout is not None and layout.world_size == world_size
     where = f"rank {culprit.rank} of {world_size} on {host}" + place(layout if spans_all else None, culprit.rank)
     also = f", and so did {same} more" if same else ""
@@ -160,24 +154,14 @@ def place(layout: Layout | None, rank: int) -> str:
     """Where a rank sits, such as `` (layout pp2·tp2: pipeline 1, tensor 0)``; empty without a layout."""
     if layout is None:
         return ""
-    used = [
-        f"{axis} {index}" for axis, index in layout.coordinates(rank)._asdict().items() if getattr(layout, axis) > 1
-    ]
+    coordinates = layout.coordinates(rank)._asdict()
+    used = [f"{axis} {index}" for axis, index in coordinates.items() if getattr(layout, axis) > 1]
     return f" (layout {layout}{': ' if used else ''}{', '.join(used)})"
 
 
 def _short(summary: str) -> str:
     """A summary without the source lines that C++ puts before its messages, cut to what fits on a line."""
     return textwrap.shorten(re.sub(r"\[/\S+:\d+\] ", "", summary), 120, placeholder=" …")
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 # Every process is to be gone within 2 s of a failure: these two, and the time that the system takes.
@@ -189,14 +173,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 @dataclass
 class Ending:
-    """Knows what has failed and which signal is due.
+    """Which ranks of a job have failed, and which signal the others are due: a pure state machine.
 
-    A failure that explains itself ends the others at once. One that only says that a peer is gone waits a moment for
-    that peer's own word, which SIGTERM might cut off. SIGTERM comes first, so that a rank may leave its files in order;
-    SIGKILL a grace later. All times are of the host's monotonic clock.
-
-    Args:
-        settle_s, grace_s: the two waits.
+    A failure that explains itself ends the others at once. One that only says that a peer is gone waits a moment
+    (`settle_s`) for that peer's own report, which SIGTERM might cut off. SIGTERM comes first, so that a rank may leave
+    its files in order; SIGKILL `grace_s` later. All times are of the host's monotonic clock.
     """
 
     settle_s: float = SETTLE_S
@@ -207,9 +188,9 @@ class Ending:
     _began_s: float = math.inf
 
     def fail(self, failure: Failure, now_s: float) -> None:
-        """A rank has failed. Its first word counts, and nothing that came only because the ranks were being ended."""
-        said_ns = math.inf if failure.kind in ("signal", "status") else failure.time_ns
-        late = self._given > 0 and said_ns * 1e-9 > self._began_s
+        """A rank has failed. Its first report counts, and none that came only because the ranks were being ended."""
+        reported_ns = math.inf if failure.kind in ("signal", "status") else failure.time_ns
+        late = self._given > 0 and reported_ns * 1e-9 > self._began_s
         if late or failure.rank in self.failures:
             return
         self.failures[failure.rank] = failure
@@ -231,15 +212,20 @@ class Ending:
         return given
 
 
+class EndedWithPeer(SystemExit):
+    """The exit of a rank that failed only because a peer is gone: who started it can tell this from a cause."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.status)
+        self.failure = failure
+
+
 @contextmanager
 def errors_named(worker: Worker, layout: Layout | None) -> Iterator[None]:
     """Show an error that leaves the block as `launch_local` would, then leave with its exit status.
 
     An error that only says that a peer is gone is one line, so that the traceback that explains it is not buried. Where
     our own launcher started this process, which hears of errors by itself, nothing is done here.
-
-    Raises:
-        SystemExit: in place of the error.
     """
     try:
         yield
@@ -250,4 +236,4 @@ def errors_named(worker: Worker, layout: Layout | None) -> Iterator[None]:
         text = describe([failure], worker.world_size, socket.gethostname(), layout)
         sys.stderr.write(text if not failure.follows else f"rank {worker.rank} ended with a peer: {failure.summary}\n")
         sys.stderr.flush()
-        raise SystemExit(failure.status) from None
+        raise EndedWithPeer(failure) if failure.follows else SystemExit(failure.status) from None

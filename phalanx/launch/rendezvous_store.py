@@ -25,24 +25,16 @@ from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.launch_messages import RankSpec
 
-STORE_RANK = -1
-"""What the process of the store is called among the ranks."""
-
-STORE_MODULE = "phalanx.parallel.rendezvous"
-"""What it needs, by name: this room knows nothing of torch."""
-
+STORE_RANK = -1  # of the process of the store, among the ranks
+STORE_MODULE = "phalanx.parallel.rendezvous"  # what it needs, by name: this room does not import torch
 _BACKLOG = 4096
 
 
 def open_store_socket(address: str) -> socket.socket:
     """A socket that listens on a free port of one address of this host, IPv4 or IPv6.
 
-    Whoever reaches the store can read and change all that ranks tell each other there, so it is never opened at all
-    addresses.
-
-    Raises:
-        OSError: this host has no such address.
-        ValueError: it stands for all of them.
+    What reaches the store can read and change all that ranks exchange there, so it is never opened at all addresses:
+    these raise ValueError, and those that this host has not OSError.
     """
     if not address or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise ValueError(f"a store listens at one address, not at {address!r}")
@@ -64,9 +56,8 @@ def store_spec(listener: socket.socket, world_size: int, environ: Mapping[str, s
         hosts_store=True,
         listen_fd=listener.fileno(),
     )
-    return RankSpec(
-        worker, Share(None, 1), None, "phalanx.launch.rendezvous_store:serve_store", (), dict(environ), [], []
-    )
+    target = "phalanx.launch.rendezvous_store:serve_store"
+    return RankSpec(worker, Share(None, 1), None, target, (), dict(environ), [], [])
 
 
 def serve_store(worker: Worker) -> NoReturn:

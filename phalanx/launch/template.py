@@ -1,272 +1,37 @@
-"""What happens in the process of a rank, forked or new: it is set up, runs its target, and says how that ended.
-
-Processes of ranks as a template holds them: forked or new, waited for, heard and ended.
-
-The template process: imports everything once and forks the ranks, so that N ranks do not import torch N times.
+"""The template process: imports everything once and forks the ranks, so that N ranks do not import torch N times.
 
 It must hold one thread only and touch no device, or the forked ranks could not work; where that cannot be had, each
 rank is a new Python instead, which imports for itself. The template waits for the ranks, reports how they end, and
 passes signals on, so the launcher needs to know nothing of how they were made. When the launcher is gone, so are they.
+
+There are two kinds. `serve` starts the ranks of one job, cold (`phalanx.launch.local_ranks`). `serve_staying` starts
+attempt after attempt, warm (`phalanx.launch.warm_template`): there every rank is the leader of a session of its own, as
+torchrun has it, and a process that has ended is reaped only when its attempt is over, so that its number, which is that
+of its session, is given to no other process while what it has left is killed.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
 import gc
 import importlib
 import os
-import pickle
-import random
 import signal
-import subprocess
+import socket
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
-from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process, why_not_fork
-from phalanx.launch.cores import bind
-from phalanx.launch.launch_messages import Broken, Exited, RankSpec, Ready, Returned, Send
+from phalanx.ipc.processes import die_with_parent, is_dying, name_process, why_not_fork
+from phalanx.launch import launch_messages as messages
+from phalanx.launch.bytecode import kept_bytecode
+from phalanx.launch.launch_messages import HungUpError, MessageSocket, RankSpec
+from phalanx.launch.learnt_imports import import_learnt, stamps
 from phalanx.launch.rank_failures import failure_of_exception
-
-
-def become_rank(spec: RankSpec, words: Connection, parent: int, phase: str, phase_began_ns: int) -> NoReturn:
-    """Turn this process into a rank, run its target, and end it.
-
-    Args:
-        spec: what rank.
-        words: where to say how it ended, before the process is gone.
-        parent: the process that it shall not outlive.
-        phase: how it was made, ``fork`` or ``exec``, a phase of its start-up.
-        phase_began_ns: when that began, on the monotonic clock.
-    """
-    status = 1
-    try:
-        die_with_parent(parent)
-        worker = spec.worker.with_phase(phase, (time.monotonic_ns() - phase_began_ns) * 1e-9)
-        begin_ns = time.monotonic_ns()
-        _set_up(spec)
-        function = load_target(spec.target)
-        worker = worker.with_phase("setup", (time.monotonic_ns() - begin_ns) * 1e-9)
-        if worker.launcher == "phalanx":
-            os.environ.update(worker.to_environment())
-        own = (words.send,) if spec.speaks else ()
-        status = _status(function(worker, *own, *spec.arguments))
-        words.send(_returned(worker.rank, status))
-    except SystemExit as stop:
-        status = _status(stop.code)
-        words.send(_returned(spec.worker.rank, status))
-    except BaseException as error:
-        failure = failure_of_exception(spec.worker.rank, time.monotonic_ns(), error)
-        status = failure.status
-        words.send(failure)
-    finally:
-        _leave(status)
-
-
-def load_target(target: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names."""
-    module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    assert callable(function)
-    return function  # type: ignore[no-any-return]
-
-
-def _set_up(spec: RankSpec) -> None:
-    """What a new Python would have of its own: descriptors, environment, signals, cores, threads and random numbers."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a rank is in the background of its terminal, and may write to it
-    _set_output(spec.output_fd)
-    os.environ.clear()
-    os.environ.update(spec.environ)
-    sys.path[:] = spec.path
-    sys.argv[:] = spec.argv
-    name_process(f"phalanx rank {spec.worker.rank}")
-    faulthandler.enable()
-    bind(spec.share)
-    _set_libraries(spec.share.threads)
-
-
-def _set_output(output_fd: int | None) -> None:
-    if output_fd is None:
-        return
-    for descriptor in (1, 2):
-        os.dup2(output_fd, descriptor)
-    os.close(output_fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _set_libraries(threads: int) -> None:
-    """Threads; and generators of random numbers that differ, as those of new processes do."""
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads)
-        torch.default_generator.seed()
-
-
-def _status(result: Any) -> int:
-    """Exit status of what a target returned, or of SystemExit's code, which may be text that is to be shown."""
-    if result is None or isinstance(result, int):
-        return int(result or 0) & 0xFF
-    print(result, file=sys.stderr)
-    return 1
-
-
-def _returned(rank: int, status: int) -> Returned:
-    """With the threads for which `_leave` waits."""
-    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    return Returned(rank, status, tuple(thread.name for thread in others if not thread.daemon) if status == 0 else ())
-
-
-def _leave(status: int) -> NoReturn:
-    """End as Python does, but run nothing that belongs to the template: neither its frames nor its destructors.
-
-    Private functions of Python, which multiprocessing's own children call at their end too.
-    """
-    with contextlib.suppress(BaseException):
-        if status == 0:
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):
-            stream.flush()
-    os._exit(status)
-
-
-@dataclass
-class Child:
-    """One rank's process, and the end of the pipe on which it says how it ended."""
-
-    rank: int
-    pid: int
-    words: Connection
-    ask: Callable[[], int | None]
-    pidfd: int | None = None
-    code: int | None = None
-
-    def __post_init__(self) -> None:
-        self.pidfd = _pidfd(self.pid)
-
-    def poll(self) -> int | None:
-        """Its code once it has ended, as subprocess has it; reaps it, once."""
-        if self.code is None:
-            self.code = self.ask()
-        return self.code
-
-    def peek(self) -> int | None:
-        """Its code once it has ended; it stays to be reaped, so that its number is nobody else's until then."""
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    def signal(self, number: int) -> None:
-        """Send it a signal, if it has not been reaped."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def sources(self) -> list[Any]:
-        """What there is to wait for."""
-        return [source for source in (self.words, self.pidfd) if source is not None and not is_closed(source)]
-
-    def pass_words_on(self, send: Callable[[Any], None]) -> None:
-        """Send on what it has said so far."""
-        try:
-            while not self.words.closed and self.words.poll():
-                send(self.words.recv())
-        except (EOFError, OSError, pickle.UnpicklingError):  # the rank closed it, or was killed while it wrote
-            self.words.close()
-
-    def close(self) -> None:
-        """Let go of the descriptors."""
-        self.words.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-
-
-def fork_child(spec: RankSpec, begin_ns: int, foreign: Sequence[int], *, own_session: bool = False) -> Child:
-    """A rank that is a copy of this process, without the descriptors `foreign`."""
-    words, theirs = Pipe(duplex=False)
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for descriptor in (words.fileno(), *foreign):
-                os.close(descriptor)
-            if own_session:
-                os.setsid()
-            become_rank(spec, theirs, parent, "fork", begin_ns)
-        finally:
-            os._exit(1)  # whatever happens, the frames of the template are not for this process
-    theirs.close()
-
-    def ask() -> int | None:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if ended else None
-
-    return Child(spec.worker.rank, pid, words, ask)
-
-
-def execute_child(spec: RankSpec, begin_ns: int, *, own_session: bool = False) -> Child:
-    """A rank that is a new Python; it reads what it is from a file that has no name."""
-    words, theirs = Pipe(duplex=False)
-    with tempfile.TemporaryFile() as file:
-        pickle.dump((spec, os.getpid(), begin_ns), file)
-        file.seek(0)
-        program = f"import sys; sys.path[:] = {list(spec.path)!r}; from phalanx.launch.template import new_rank"
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"{program}; new_rank({file.fileno()}, {theirs.fileno()})"],
-            env=dict(spec.environ),
-            pass_fds=[file.fileno(), theirs.fileno(), *descriptors_of(spec)],
-            start_new_session=own_session,
-        )
-    theirs.close()
-    return Child(spec.worker.rank, process.pid, words, process.poll)
-
-
-def new_rank(spec_fd: int, words_fd: int) -> None:
-    """Become the rank that the template wrote down; the first thing that its new Python does."""
-    with os.fdopen(spec_fd, "rb") as file:
-        spec, parent, begin_ns = pickle.load(file)
-    become_rank(spec, Connection(words_fd, readable=False), parent, "exec", begin_ns)
-
-
-def descriptors_of(spec: RankSpec) -> list[int]:
-    """Those that only this rank uses."""
-    return [descriptor for descriptor in (spec.output_fd, spec.worker.listen_fd) if descriptor is not None]
-
-
-def held_for(children: Iterable[Child]) -> list[int]:
-    """Descriptors through which the template knows of its children."""
-    held = [(None if child.words.closed else child.words.fileno(), child.pidfd) for child in children]
-    return [descriptor for pair in held for descriptor in pair if descriptor is not None]
-
-
-def is_closed(source: Any) -> bool:
-    """Whether a connection has been closed on this side."""
-    return isinstance(source, Connection) and source.closed
-
-
-def _pidfd(pid: int) -> int | None:
-    """A descriptor that is readable once the process has ended; None where the system has none such."""
-    try:
-        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    except OSError:
-        return None
-
-
-POLL_S = 0.02
-"""Where the system has no descriptors of processes, it is asked this often whether one has ended, seconds."""
+from phalanx.launch.rank_process import RankProcess, descriptors_of, execute_rank, fork_rank, sources_of
 
 
 def serve(launcher_fd: int, launcher: int) -> None:
@@ -277,23 +42,54 @@ def serve(launcher_fd: int, launcher: int) -> None:
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         modules = connection.recv()
         try:
-            import_all(modules)
+            _import_all(modules)
         except BaseException as error:
-            connection.send(Broken(failure_of_exception(0, time.monotonic_ns(), error)))
+            connection.send(messages.Broken(failure_of_exception(0, time.monotonic_ns(), error)))
             return
         refused = why_not_fork(sys.modules)
-        connection.send(Ready(refused))
+        connection.send(messages.Ready(refused))
         specs, may_fork = connection.recv()
         _run(connection, specs, fork=may_fork and refused is None)
 
 
-def import_all(modules: Sequence[str]) -> None:
-    """Import `modules`, and keep what they made out of the garbage collector's way.
+def _run(connection: Connection, specs: Sequence[RankSpec], *, fork: bool) -> None:
+    """Start the ranks; then pass on signals, reports and ends until all are gone, or the launcher is (EOFError)."""
+    started: list[RankProcess] = []
+    begin_ns = time.monotonic_ns()
+    try:
+        for spec in specs:
+            if fork:
+                others = descriptors_of(*(other for other in specs if other is not spec))
+                started.append(fork_rank(spec, begin_ns, [connection.fileno(), *others], started))
+            else:
+                started.append(execute_rank(spec, begin_ns))
+        for descriptor in descriptors_of(*specs):  # others see an end only when no process holds it open
+            os.close(descriptor)
+        running = {process.rank: process for process in started}
+        while running:
+            sources, timeout_s = sources_of(list(running.values()))
+            ready = wait([connection, *sources], timeout_s)
+            if connection in ready:
+                message = connection.recv()
+                assert isinstance(message, messages.Send)
+                for rank in message.ranks:
+                    if rank in running:
+                        running[rank].signal(message.signal)
+            for process in list(running.values()):
+                process.forward(connection.send)
+                if (process.pidfd is None or process.pidfd in ready) and (code := process.poll()) is not None:
+                    del running[process.rank]
+                    process.forward(connection.send)  # the last reports, written before it ended
+                    connection.send(messages.Exited(process.rank, time.monotonic_ns(), code))
+                    process.close()
+    finally:
+        for process in started:
+            process.signal(signal.SIGKILL)
 
-    Raises:
-        BaseException: what an import raised.
-    """
-    with without_collections():
+
+def _import_all(modules: Sequence[str]) -> None:
+    """Import `modules`, and keep what they made out of the garbage collector's way."""
+    with _without_collections():
         for name in modules:
             importlib.import_module(name)
     gc.collect()
@@ -301,7 +97,7 @@ def import_all(modules: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
+def _without_collections() -> Iterator[None]:
     """For imports: what they make stays, and looking through it for garbage again and again is an eighth of torch's."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -312,42 +108,150 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _run(connection: Connection, specs: Sequence[RankSpec], *, fork: bool) -> None:
-    children: dict[int, Child] = {}
-    begin_ns = time.monotonic_ns()
-    try:
-        for spec in specs:
-            if fork:
-                theirs = [descriptor for other in specs if other is not spec for descriptor in descriptors_of(other)]
-                child = fork_child(spec, begin_ns, [connection.fileno(), *theirs, *held_for(children.values())])
+# A template that stays
+
+_OF_RANKS = ("phalanx.launch.user_script",)  # what every rank of a script would import else
+
+
+def serve_staying(launcher_fd: int, launcher: int) -> None:
+    """Serve the process `launcher`, at the other end of the socket `launcher_fd`, until it hangs up."""
+    die_with_parent(launcher)
+    name_process("phalanx template")
+    launcher_socket = MessageSocket(socket.socket(fileno=launcher_fd))
+    with contextlib.suppress(HungUpError):
+        prepare, _ = launcher_socket.receive()
+        base = list(sys.path)
+        try:
+            prepared = _prepare(prepare)
+        except BaseException as error:
+            launcher_socket.send(messages.Broken(failure_of_exception(0, time.monotonic_ns(), error)))
+            return
+        launcher_socket.send(prepared)
+        _StayingTemplate(launcher_socket, base, may_fork=prepared.fork_refused is None).run()
+
+
+def _prepare(prepare: messages.Prepare) -> messages.Prepared:
+    """Import everything as the script would."""
+    sys.path.insert(0, prepare.path_entry)
+    sys.argv[:] = prepare.argv
+    with kept_bytecode(prepare.bytecode):
+        _import_all((*_OF_RANKS, *prepare.modules))
+        fork_refused = why_not_fork(sys.modules)
+        with _without_collections():
+            refused = import_learnt(prepare.learnt) if fork_refused is None else []
+    if fork_refused is None and not refused and why_not_fork(sys.modules) is not None:
+        refused = list(prepare.learnt)  # which of them did it is not known
+    _import_all(())
+    return messages.Prepared(fork_refused, refused, stamps(sys.modules))
+
+
+@dataclass
+class _Attempt:
+    """The processes of one attempt, by rank."""
+
+    processes: dict[int, RankProcess] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)  # on request, those that were not ending by then
+
+    def running(self) -> list[RankProcess]:
+        return [process for rank, process in self.processes.items() if rank not in self.ended]
+
+    def kill(self) -> None:
+        """All at once, with the process groups that they lead; a new process leads one in a moment only."""
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+class _StayingTemplate:
+    def __init__(self, launcher: MessageSocket, path: Sequence[str], *, may_fork: bool) -> None:
+        self._launcher, self._path, self._may_fork = launcher, path, may_fork
+        self._attempts: dict[int, _Attempt] = {}
+
+    def run(self) -> None:
+        """Look after all attempts, and do what the launcher asks; raises HungUpError when it is gone."""
+        try:
+            while True:
+                running = [process for attempt in self._attempts.values() for process in attempt.running()]
+                sources, timeout_s = sources_of(running)
+                ready = wait([self._launcher.fileno(), *sources], timeout_s)
+                if self._launcher.fileno() in ready:
+                    self._handle(*self._launcher.receive())
+                for number, attempt in list(self._attempts.items()):
+                    self._forward(number, attempt)
+        finally:
+            for attempt in self._attempts.values():
+                attempt.kill()
+
+    def _handle(self, message: Any, descriptors: list[int]) -> None:
+        if isinstance(message, messages.Spawn):
+            self._spawn(message, descriptors)
+        elif isinstance(message, messages.SendTo):
+            for process in self._attempts.get(message.attempt, _Attempt()).running():
+                if process.rank in message.ranks:
+                    os.kill(process.pid, message.signal)
+        elif isinstance(message, messages.Kill):
+            if message.attempt in self._attempts:
+                self._forward(message.attempt, self._attempts[message.attempt])  # what is gone was not killed here
+            if (attempt := self._attempts.get(message.attempt)) is not None:
+                # A large process that somebody has killed stays for a while, until its memory is freed.
+                attempt.killed |= {process.rank for process in attempt.running() if not is_dying(process.pid)}
+                attempt.kill()
             else:
-                child = execute_child(spec, begin_ns)
-            children[child.rank] = child
-        for spec in specs:  # an end is seen by others only when nobody else holds it open
-            for descriptor in descriptors_of(spec):
-                os.close(descriptor)
-        _look_after(connection, dict(children))
-    finally:
-        for child in children.values():
-            child.signal(signal.SIGKILL)
+                self._launcher.send(messages.Over(message.attempt))
+
+    def _spawn(self, spawn: messages.Spawn, descriptors: list[int]) -> None:
+        """Start all processes of an attempt, or none."""
+        begin_ns = time.monotonic_ns()
+        others = [process for attempt in self._attempts.values() for process in attempt.processes.values()]
+        attempt = self._attempts[spawn.attempt] = _Attempt()
+        try:
+            for placed in spawn.specs:
+                spec = _with_descriptors(placed, descriptors, self._path)
+                if spawn.fork and self._may_fork:
+                    own = descriptors_of(spec)
+                    foreign = [descriptor for descriptor in descriptors if descriptor not in own]
+                    before = [*others, *attempt.processes.values()]
+                    foreign = [self._launcher.fileno(), *foreign]
+                    process = fork_rank(spec, begin_ns, foreign, before, own_session=True)
+                else:
+                    process = execute_rank(spec, begin_ns, own_session=True)
+                attempt.processes[spec.worker.rank] = process
+        except OSError as error:
+            attempt.kill()
+            self._launcher.send(messages.Spawned(spawn.attempt, {}, f"{type(error).__name__}: {error}"))
+        else:
+            pids = {rank: process.pid for rank, process in attempt.processes.items()}
+            self._launcher.send(messages.Spawned(spawn.attempt, pids))
+        for descriptor in descriptors:  # others see an end only when no process holds it open
+            os.close(descriptor)
+
+    def _forward(self, number: int, attempt: _Attempt) -> None:
+        """Pass on what the processes of an attempt have reported, and that they have ended."""
+
+        def send(report: Any) -> None:
+            self._launcher.send(messages.Of(number, report))
+
+        for process in attempt.running():
+            process.forward(send)
+            if (code := process.peek()) is not None:
+                process.forward(send)  # the last reports, written before it ended
+                attempt.ended.add(process.rank)
+                is_killed = process.rank in attempt.killed
+                send(messages.Exited(process.rank, time.monotonic_ns(), code, is_killed))
+        if not attempt.running():
+            attempt.kill()  # what the processes have left in their groups
+            for process in attempt.processes.values():
+                process.poll()
+                process.close()
+            del self._attempts[number]
+            self._launcher.send(messages.Over(number))
 
 
-def _look_after(connection: Connection, children: dict[int, Child]) -> None:
-    """Pass on signals, words and ends until all ranks are gone; raises EOFError when the launcher is."""
-    while children:
-        sources: list[Any] = [connection, *(source for child in children.values() for source in child.sources())]
-        polled = any(child.pidfd is None for child in children.values())
-        ready = wait(sources, POLL_S if polled else None)
-        if connection in ready:
-            message = connection.recv()
-            assert isinstance(message, Send)
-            for rank in message.ranks:
-                if rank in children:
-                    children[rank].signal(message.signal)
-        for child in list(children.values()):
-            child.pass_words_on(connection.send)
-            if (child.pidfd is None or child.pidfd in ready) and (code := child.poll()) is not None:
-                del children[child.rank]
-                child.pass_words_on(connection.send)  # the last ones, written before it ended
-                connection.send(Exited(child.rank, time.monotonic_ns(), code))
-                child.close()
+def _with_descriptors(spec: RankSpec, descriptors: Sequence[int], path: Sequence[str]) -> RankSpec:
+    """A spec as it is in this process: descriptors in place of their places, and the whole of `sys.path`."""
+    output = None if spec.output_fd is None else descriptors[spec.output_fd]
+    listen = None if spec.worker.listen_fd is None else descriptors[spec.worker.listen_fd]
+    return replace(spec, output_fd=output, worker=replace(spec.worker, listen_fd=listen), path=[*spec.path, *path])

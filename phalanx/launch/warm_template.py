@@ -1,14 +1,4 @@
-"""Warm starts: a template process that stays, and the cache of what it has imported for a script.
-
-What a template has imported for a script, kept on disk for the next time that everything starts cold.
-
-Kept are names of modules that a script was seen to import, once a template has imported them all without harm, names of
-those that must not be imported beforehand, and bytecode where Python keeps none (`phalanx.launch.bytecode`). It is a
-cache: what cannot be read, belongs to somebody else or is no longer right is passed over, and written anew.
-
-Nothing is imported that the script does not import by itself: names count only while the import statements of the
-script and of its own modules are what they were, as are Python and the installed packages. And nothing is believed that
-others may have written: the folder and its files are this user's alone.
+"""Warm starts: a template process that stays, and what it imports for a script.
 
     WarmTemplate ── starts ──► template process ── forks ──► store, rank 0 … rank N-1     attempt 1
       (executor)                     │            └─ forks ──► store, rank 0 … rank N-1     attempt 2 …
@@ -22,164 +12,227 @@ from which a module was imported: no attempt runs code that is older than its st
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import contextlib
-import hashlib
-import json
 import os
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import phalanx
 from phalanx.core.errors import UserError
-from phalanx.core.files import digest, private_folder, prune, read_private, this_python, write_private
-from phalanx.launch.bytecode import bytecode_in
-from phalanx.launch.launch_messages import Exited, Learnt, Of, Over, Prepare, Prepared, RankSpec, Returned
-from phalanx.launch.optimizer_hook import changed, own_files
-from phalanx.launch.rank_failures import Failure
+from phalanx.launch import launch_messages as messages
+from phalanx.launch.launch_messages import QUIET_IMPORTS, HungUpError, MessageSocket, Of, Over, RankSpec
+from phalanx.launch.learnt_imports import changed
+from phalanx.launch.rank_failures import Failure, signal_name
 from phalanx.launch.rendezvous_store import STORE_MODULE
-from phalanx.launch.template_process import TemplateGoneError, TemplateProcess
 from phalanx.launch.user_script import Script
+from phalanx.launch.warm_cache import WarmCache
 
-_FORMAT = 1
-_MOST_BYTES = 4 << 20
-_MOST_NAMES = 50_000
-_MOST_SCRIPTS = 128
+_END_S = 5.0
 
 
-@dataclass(frozen=True)
-class Recalled:
-    """What is known from earlier.
-
-    Attributes:
-        learnt: modules to import, in this order.
-        refused: modules that must not be imported beforehand.
-    """
-
-    learnt: tuple[str, ...] = ()
-    refused: frozenset[str] = frozenset()
+class TemplateGoneError(Exception):
+    """A template process has ended, and all of its ranks with it."""
 
 
-class WarmCache:
-    """Of one script. Its methods read and write small files; none raises where that fails.
+class TemplateProcess:
+    """The launcher's end of one template process, on an asyncio loop.
+
+    The loop's thread must be the one that starts processes for as long as these are to live: the kernel ends a child
+    with the thread that made it.
 
     Args:
-        folder: private to this user, see `open_cache`.
-        script: what is run.
-        environ: of the template.
+        hear: called with reports about attempts: `Of`, `Over`.
+        gone: called once it has hung up, with the attempts that it had.
     """
 
-    def __init__(self, folder: Path, script: Script, environ: Mapping[str, str]) -> None:
-        self._script = script
-        place = _source(script) or Path(script.folder).resolve() / script.name
-        self._file = (
-            folder / f"{digest(*this_python(), str(place), str(script.is_module), environ.get('PYTHONPATH', ''))}.json"
-        )
-        self.bytecode = bytecode_in(folder)
+    def __init__(
+        self,
+        prepare: messages.Prepare,
+        environ: Mapping[str, str],
+        folder: str,
+        hear: Callable[[Of | Over], None],
+        gone: Callable[[TemplateProcess, list[int]], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._hear, self._gone = hear, gone
+        self.tried = frozenset(prepare.learnt)
+        self.ready: asyncio.Future[messages.Prepared] = self._loop.create_future()
+        self._spawned: dict[int, asyncio.Future[messages.Spawned]] = {}
+        self._over: dict[int, asyncio.Future[None]] = {}
+        self._retired = False
+        self.is_gone = False
+        self._socket, self._popen = _start(environ, folder)
+        self.pid = self._popen.pid
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._send(prepare)
 
-    def recall(self) -> Recalled:
-        """What was kept, as far as it is still right; nothing else."""
-        found = _read(self._file)
-        if found is None or found["packages"] != _packages():
-            return Recalled()
-        if found["imports"] != _imports([_source(self._script), *map(Path, found["own"])]):
-            return Recalled()
-        with contextlib.suppress(OSError):
-            os.utime(self._file)  # what is used is not thrown away
-        return Recalled(tuple(found["learnt"]), frozenset(found["refused"]))
+    def is_running(self) -> bool:
+        """Whether there is still something to wait for."""
+        return self._popen.poll() is None
 
-    def keep(self, learnt: Sequence[str], refused: Iterable[str], files: Iterable[str]) -> None:
-        """Keep what a template has imported without harm.
+    async def spawn(self, attempt: int, specs: Sequence[RankSpec], *, fork: bool) -> messages.Spawned:
+        """Start the processes of an attempt; the descriptors in `specs` stay open here.
 
-        Args:
-            learnt: names of modules, in order.
-            refused: names of those that do harm.
-            files: that the template has imported.
+        Raises:
+            TemplateGoneError: it has ended.
         """
-        own = sorted(own_files(files))
-        value = {
-            "format": _FORMAT,
-            "packages": _packages(),
-            "imports": _imports([_source(self._script), *map(Path, own)]),
-            "own": own,
-            "learnt": list(learnt),
-            "refused": sorted(refused),
-        }
-        with contextlib.suppress(OSError):
-            write_private(self._file, json.dumps(value).encode(), is_durable=True)
-            prune(self._file.parent, "*.json", _MOST_SCRIPTS)
+        placed, descriptors = _placed(specs)
+        self._spawned[attempt] = self._loop.create_future()
+        self._over[attempt] = self._loop.create_future()
+        self._send(messages.Spawn(attempt, placed, fork), descriptors)
+        return await self._spawned[attempt]
 
-    def forget(self) -> None:
-        """What was kept has done harm."""
-        with contextlib.suppress(OSError):
-            self._file.unlink()
+    def signal(self, attempt: int, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to ranks of an attempt; nothing where they are gone."""
+        self._send(messages.SendTo(attempt, ranks, number))
+
+    async def kill(self, attempt: int) -> None:
+        """Kill all processes of an attempt at once; returns when the last has been reaped."""
+        over = self._over.get(attempt)
+        if over is not None:
+            self._send(messages.Kill(attempt))
+            await asyncio.shield(over)
+
+    def retire(self) -> None:
+        """End it once the attempts that it has are over."""
+        self._retired = True
+        if not self._over:
+            self._end()
+
+    async def close(self) -> None:
+        """End it now, and all ranks with it; returns when it is gone."""
+        self._end()
+        try:
+            await asyncio.to_thread(self._popen.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            await asyncio.to_thread(self._popen.wait)
+
+    def _end(self) -> None:
+        """Hang up: it kills its ranks and leaves; one that has none need not come so far."""
+        if not self.is_gone:
+            self.is_gone = True
+            if not self._over:
+                self._popen.kill()
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._fail_waiting(TemplateGoneError("it was ended"))
+
+    def _send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        if self.is_gone:
+            raise TemplateGoneError("the template process has ended")
+        try:
+            self._socket.send(message, descriptors)
+        except HungUpError as error:
+            self._hung_up()
+            raise TemplateGoneError(str(error)) from error
+
+    def _read(self) -> None:
+        try:
+            while not self.is_gone:
+                self._handle(self._socket.receive()[0])
+        except BlockingIOError:
+            return
+        except HungUpError:
+            self._hung_up()
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, messages.Prepared):
+            self.ready.set_result(message)
+        elif isinstance(message, messages.Broken):
+            failure = message.failure
+            problem = f"the template process cannot import what ranks need: {failure.summary}\n{failure.text}".rstrip()
+            self.ready.set_exception(UserError(problem, cure="install it, or leave it out of preload"))
+        elif isinstance(message, messages.Spawned):
+            self._spawned.pop(message.attempt).set_result(message)
+        elif isinstance(message, Over):
+            self._over.pop(message.attempt).set_result(None)
+            self._hear(message)
+            if self._retired and not self._over:
+                self._end()
+        else:
+            assert isinstance(message, Of)
+            self._hear(message)
+
+    def _hung_up(self) -> None:
+        """It has ended by itself, or takes no more messages."""
+        if self.is_gone:
+            return
+        attempts = list(self._over)
+        self.is_gone = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._popen.kill()
+        code = self._popen.wait()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit status {code}"
+        self._fail_waiting(TemplateGoneError(f"the template process {how}"))
+        self._gone(self, attempts)
+
+    def _fail_waiting(self, error: TemplateGoneError) -> None:
+        unanswered: list[asyncio.Future[Any]] = [self.ready, *self._spawned.values()]
+        for waiting in unanswered:
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # no task need be waiting for it
+        for over in self._over.values():
+            over.set_result(None)  # the kernel has killed all ranks with their template
+        self._over.clear()
 
 
-def open_cache(script: Script, environ: Mapping[str, str]) -> WarmCache | None:
-    """The cache of a script, in `private_folder`; None: there is none."""
-    folder = private_folder(environ)
-    return None if folder is None else WarmCache(folder, script, environ)
+def _start(environ: Mapping[str, str], folder: str) -> tuple[MessageSocket, subprocess.Popen]:
+    """A new Python, in a process group of its own so that Ctrl-C does not reach it.
 
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """What a file holds, if it is what `WarmCache.keep` writes."""
-    data = read_private(path, _MOST_BYTES)
+    Its `sys.path` is what a script would have there behind its own folder; this package comes last.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    home = str(Path(phalanx.__file__).parent.parent)
+    program = (
+        "import sys\n"
+        "sys.path[:1] = [] if sys.path[:1] == [''] else sys.path[:1]\n"
+        f"sys.path += [] if {home!r} in sys.path else [{home!r}]\n"
+        "from phalanx.launch.template import serve_staying\n"
+        f"serve_staying({theirs.fileno()}, {os.getpid()})\n"
+    )
     try:
-        value = json.loads(data or b"")
-    except ValueError:
-        return None
-    if not isinstance(value, dict) or value.get("format") != _FORMAT:
-        return None
-    lists = [value.get(key) for key in ("learnt", "refused", "own")]
-    if not all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in lists):
-        return None
-    names = [*value["learnt"], *value["refused"]]
-    if len(names) > _MOST_NAMES or not all(_is_module_name(name) for name in names):
-        return None
-    return value
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**environ, **QUIET_IMPORTS},
+            cwd=folder,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        ours.close()
+        problem, cure = f"cannot be worked in ({error.strerror})", "name a folder that is there"
+        raise UserError(problem, cure=cure, field="folder", value=folder) from error
+    finally:
+        theirs.close()
+    ours.setblocking(False)
+    return MessageSocket(ours), process
 
 
-def _is_module_name(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
+def _placed(specs: Sequence[RankSpec]) -> tuple[list[RankSpec], list[int]]:
+    """The specs with descriptors named by their place in the list that travels beside them."""
+    descriptors: list[int] = []
 
+    def place(descriptor: int | None) -> int | None:
+        if descriptor is None:
+            return None
+        descriptors.append(descriptor)
+        return len(descriptors) - 1
 
-def _packages() -> str:
-    """Of what is installed: the names of the folders that say so have versions."""
-    found: list[str] = []
-    for entry in dict.fromkeys(sys.path):
-        with contextlib.suppress(OSError):
-            found += sorted(f"{entry}/{name}" for name in os.listdir(entry or ".") if name.endswith("-info"))  # noqa: PTH208 - a Path for each of some thousand names costs more
-    return digest(*found)
-
-
-def _imports(files: Iterable[Path | None]) -> str:
-    """Of the import statements in these files, wherever they stand; None: there is no such file."""
-    return digest(*(f"{path}\0{_statements(path)}" for path in files if path is not None))
-
-
-def _statements(path: Path) -> str:
-    try:
-        source = path.read_bytes()
-    except OSError:
-        return "absent"
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return hashlib.sha256(source).hexdigest()
-    return "\n".join(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
-
-
-def _source(script: Script) -> Path | None:
-    """The file of a script, or of a module that lies below the working folder; None: it is installed."""
-    folder = Path(script.folder).resolve()
-    if not script.is_module:
-        return (folder / script.name).resolve()
-    place = folder.joinpath(*script.name.split("."))
-    candidates = (place.with_name(f"{place.name}.py"), place / "__main__.py")
-    return next((path for path in candidates if path.is_file()), None)
+    placed = []
+    for spec in specs:
+        output_fd = place(spec.output_fd)
+        worker = replace(spec.worker, listen_fd=place(spec.worker.listen_fd))
+        placed.append(replace(spec, output_fd=output_fd, worker=worker))
+    return placed, descriptors
 
 
 PRELOAD = ("torch", "torch.distributed", STORE_MODULE)
@@ -201,8 +254,8 @@ class Gone:
     """Of an attempt: its template process has ended, and every process of the attempt with it."""
 
 
-Word = Failure | Returned | Exited | Over | Gone
-"""What is said of an attempt: of a rank, `Failure` or `Returned` and then `Exited`; at last `Over`, or `Gone`."""
+AttemptReport = Failure | messages.Returned | messages.Exited | Over | Gone
+"""About an attempt: of a rank, `Failure` or `Returned` and then `Exited`; at last `Over`, or `Gone`."""
 
 
 @dataclass
@@ -210,9 +263,9 @@ class WarmTemplate:
     """Starts the attempts of one script on this host. For the thread of an asyncio loop, the main one.
 
     Args:
-        script: what the ranks run; its folder and arguments are the template's too.
-        environ: environment of the template. What modules read of it at their import is the same for all attempts.
-        hear: called with the number of an attempt and a `Word`.
+        script: its folder and arguments are the template's too.
+        environ: of the template. What modules read of it at their import is the same for all attempts.
+        hear: called with the number of an attempt and an `AttemptReport`.
         preload: modules that the template imports, and without which there is none.
         learnt: modules that it may import, if that does no harm, such as those that another host has learnt.
         learns: whether what scripts import is imported beforehand from the second attempt on.
@@ -224,7 +277,7 @@ class WarmTemplate:
 
     script: Script
     environ: Mapping[str, str]
-    hear: Callable[[int, Word], None]
+    hear: Callable[[int, AttemptReport], None]
     preload: Sequence[str] = PRELOAD
     learnt: Sequence[str] = LEARNT
     learns: bool = True
@@ -237,7 +290,7 @@ class WarmTemplate:
     _processes: list[TemplateProcess] = field(default_factory=list)
     _owners: dict[int, TemplateProcess] = field(default_factory=dict)
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _said: dict[int, list[str]] = field(default_factory=dict)
+    _imported: dict[int, list[str]] = field(default_factory=dict)
     _refused: set[str] = field(default_factory=set)
     _recalled: frozenset[str] = frozenset()
 
@@ -251,10 +304,7 @@ class WarmTemplate:
         self._build()
 
     async def ready(self) -> str | None:
-        """Wait until an attempt could be started at once.
-
-        Returns:
-            Why ranks cannot be forked but will each be a new Python; None where they can.
+        """Wait until an attempt could be started at once; why ranks cannot be forked then, None where they can.
 
         Raises:
             UserError: something in `preload` cannot be imported, or there is no such folder.
@@ -267,14 +317,9 @@ class WarmTemplate:
         """Start the processes of an attempt (`phalanx.launch.user_script.rank_specs`,
         `phalanx.launch.rendezvous_store.store_spec`).
 
-        Descriptors in `specs` are handed over, and stay open here.
-
-        Returns:
-            The process id of every rank; each leads a session, and so a process group, of its own.
-
-        Raises:
-            UserError: as `ready`; or the host has no room for the processes. None is left then.
-            TemplateGoneError: the template process was killed.
+        Descriptors in `specs` are handed over, and stay open here. Returns the process id of every rank; each leads a
+        session, and so a process group, of its own. Raises as `ready`, and UserError where the host has no room for
+        the processes; none is left then.
         """
         process, forks = await self._fresh()
         self._owners[attempt] = process
@@ -293,7 +338,7 @@ class WarmTemplate:
         """Send a signal to ranks of an attempt, those that still run."""
         process = self._owners.get(attempt)
         if process is not None and not process.is_gone:
-            process.send(attempt, ranks, number)
+            process.signal(attempt, ranks, number)
 
     async def kill(self, attempt: int) -> None:
         """SIGKILL all processes of an attempt at once, its store too; returns when the last has been reaped.
@@ -305,12 +350,12 @@ class WarmTemplate:
             await process.kill(attempt)
 
     async def settle(self) -> None:
-        """Wait until what has been learnt so far is imported, for whoever wants the next attempt to have it."""
+        """Wait until what has been learnt so far is imported, so that the next attempt has it."""
         while self._building is not None and not self._building.done():
             await asyncio.wait([self._building])
 
     async def close(self) -> None:
-        """End all that is there."""
+        """End all template processes."""
         if self._building is not None:
             self._building.cancel()
             await asyncio.gather(self._building, return_exceptions=True)
@@ -338,7 +383,7 @@ class WarmTemplate:
             self._build()
         building = self._building
         if building is not None and (self._current is None or building.done()):
-            await asyncio.wait([building])  # whoever waits may give up; the process is built all the same
+            await asyncio.wait([building])  # a caller may give up; the process is built all the same
             self._building = None
             if self._current is None or building.exception() is None:
                 self._replace(building.result())
@@ -374,7 +419,7 @@ class WarmTemplate:
                 prepared = await process.ready
             except (UserError, TemplateGoneError):
                 process.retire()
-                if not self._doubt():
+                if not self._drop_recalled():
                     raise
                 continue
             except BaseException:
@@ -384,11 +429,11 @@ class WarmTemplate:
                 await self._keep(learnt, prepared)
                 return process
             self._refused.update(prepared.refused)
-            self._doubt()
+            self._drop_recalled()
             process.retire()
         raise AssertionError("a template that imports nothing that was learnt refuses some of it")
 
-    def _doubt(self) -> bool:
+    def _drop_recalled(self) -> bool:
         """Put aside what was only recalled, which the script may make us learn again; whether there was anything.
 
         An attempt waits for the first template: it does without, rather than wait for several.
@@ -400,7 +445,7 @@ class WarmTemplate:
         self.learnt = [name for name in self.learnt if name not in recalled]
         return True
 
-    async def _keep(self, learnt: Sequence[str], prepared: Prepared) -> None:
+    async def _keep(self, learnt: Sequence[str], prepared: messages.Prepared) -> None:
         """For the next time that everything starts cold."""
         if self.cache is None or prepared.fork_refused is not None or self._recalled.issuperset({*learnt} - {*LEARNT}):
             return
@@ -410,44 +455,41 @@ class WarmTemplate:
     def _start(self, learnt: Sequence[str]) -> TemplateProcess:
         argv = [self.script.name, *self.script.arguments]
         bytecode = None if self.cache is None else self.cache.bytecode
-        prepare = Prepare(self.preload, learnt, self.script.path_entry, argv, bytecode)
-        process = TemplateProcess(prepare, self.environ, self.script.folder, self._take, self._lose)
+        prepare = messages.Prepare(self.preload, learnt, self.script.path_entry, argv, bytecode)
+        process = TemplateProcess(prepare, self.environ, self.script.folder, self._handle, self._lose)
         self.started(process.pid)
         self._processes = [other for other in self._processes if other.is_running()]
         self._processes.append(process)
         return process
 
-    def _take(self, message: Of | Over) -> None:
+    def _handle(self, message: Of | Over) -> None:
         if isinstance(message, Over):
             self._owners.pop(message.attempt, None)
-            self._said.pop(message.attempt, None)
+            self._imported.pop(message.attempt, None)
             self.hear(message.attempt, message)
-        elif isinstance(message.word, Learnt):
-            self._learn(message.attempt, message.word)
+        elif isinstance(message.report, messages.Learnt):
+            self._learn(message.attempt, message.report)
         else:
-            self.hear(message.attempt, message.word)
+            self.hear(message.attempt, message.report)
 
     def _lose(self, process: TemplateProcess, attempts: list[int]) -> None:
         for attempt in attempts:
             self._owners.pop(attempt, None)
             self.hear(attempt, Gone())
 
-    def _learn(self, attempt: int, word: Learnt) -> None:
-        said = self._said.setdefault(attempt, [])
-        said.extend(word.modules)
-        if not word.is_last:
+    def _learn(self, attempt: int, message: messages.Learnt) -> None:
+        imported = self._imported.setdefault(attempt, [])
+        imported.extend(message.modules)
+        if not message.is_last or not self.learns:
             return
         known = {*self.learnt, *self._refused}
-        new = [name for name in said if name not in known]
-        if new and self.learns:
+        new = [name for name in imported if name not in known]
+        if new:
             self.learnt = [*self.learnt, *new]
             self.has_learnt(self.learnt)
-        if self.learns and self._building is None and self._could_have(attempt, said):
-            self._build()
-
-    def _could_have(self, attempt: int, names: Sequence[str]) -> bool:
-        """Whether another template could have imported some of `names` that the one of this attempt did not try."""
+        # Another template is worth it where it could import something that the one of this attempt did not try.
         process = self._owners.get(attempt)
-        if not self.forks or process is None or process.is_gone or process.ready.result().fork_refused is not None:
-            return False
-        return bool(set(names) - self._refused - process.tried)
+        if self._building is None and self.forks and process is not None and not process.is_gone:
+            untried = set(imported) - self._refused - process.tried
+            if untried and process.ready.result().fork_refused is None:
+                self._build()

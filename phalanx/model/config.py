@@ -131,11 +131,7 @@ class ModelConfig(Config):
         return self.window if self.attention[layer % len(self.attention)] == "window" else None
 
     def require_sizes(self) -> None:
-        """Refuse a config whose sizes are still to be filled in.
-
-        Raises:
-            UserError: `vocab_size` or `max_sequence` is 0.
-        """
+        """Refuse a config whose sizes are still to be filled in. `UserError`: `vocab_size` or `max_sequence` is 0."""
         for field in ("vocab_size", "max_sequence"):
             if not getattr(self, field):
                 cure = "set it, or let the trainer take it from the data"

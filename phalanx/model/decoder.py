@@ -1,60 +1,164 @@
 """One decoder for every architecture that `ModelConfig` can declare, and any run of its layers; single-device code.
 
-A `DecoderPart` is a run of layers, with the embedding before it or the loss head after it, or both, or neither.
-
-A whole decoder is the part that has everything; a pipeline stage is a smaller one. Single-device code: what a stage
-receives and sends, and how its matrices are split, is decided outside.
-
-Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
+What a pipeline stage receives and sends, and how its matrices are split, is decided outside, through the seams of
+`phalanx.model.layers`.
 
 Precision: weights are float32 masters, cast where a GEMM uses them; GEMMs, attention and activations run in
-`compute_dtype`; norms, softmax and loss in float32; the residual stream in float32 by default, because bf16 (8 bits of
-mantissa) rounds away a block's small update to a large stream, more so the deeper the model. Parallelism is applied
-from outside through the seams of `phalanx.model.layers`.
+`compute_dtype`; norms, softmax, loss and by default the residual stream in float32.
 
-Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
+Shapes: B batch, S sequence, T tokens (B*S), D hidden, F inner width of the MLP, V vocabulary rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Any, Literal
+from collections.abc import Container, Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
 from phalanx.kernels.attention import CausalKernel, prepare
-from phalanx.kernels.attention_trial import Shape
+from phalanx.kernels.attention_trial import Layout, Shape
 from phalanx.kernels.fp8 import requantise
 from phalanx.kernels.masks import AttentionMask
-from phalanx.model.block import Block
-from phalanx.model.cache import KVCache
+from phalanx.kernels.pointwise import swiglu
 from phalanx.model.config import ModelConfig
-from phalanx.model.forward_context import Context, DropoutState, Site, call, call_untraced, compile_layers, dropout_rows
-from phalanx.model.layers import Embedding, LossHead, Make, Matrix, Norm
+from phalanx.model.forward_context import (
+    CachePass,
+    Context,
+    DropoutState,
+    KVCache,
+    Site,
+    call,
+    call_untraced,
+    compile_layers,
+    dropout_rows,
+)
+from phalanx.model.layers import Attention, Embedding, InputProjection, LossHead, Make, Matrix, Norm, OutputProjection
 from phalanx.model.offload import Offload
-from phalanx.model.recompute import Recompute
+from phalanx.model.recompute import CHOOSING, Recompute, first_product, recomputed
 from phalanx.model.rotary import Rotary, too_long
 
 
+class Block(nn.Module):
+    """One layer: serial, parallel, or parallel with merged projections. The parts differ, not the class."""
+
+    def __init__(self, config: ModelConfig, layer: int, make: Make) -> None:
+        super().__init__()
+        self.number = layer
+        prefix = f"layers.{layer}."
+        size, kv_rows = config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = {f"{prefix}attention.{n}": r for n, r in (("q", config.heads * size), ("k", kv_rows), ("v", kv_rows))}
+        mlp = {f"{prefix}mlp.{name}": config.mlp_width for name in (("gate", "up") if config.gated else ("up",))}
+        o, down = {f"{prefix}attention.o": config.heads * size}, {f"{prefix}mlp.down": config.mlp_width}
+        biased_qkv = qkv if config.bias != "none" else {}
+        biased_mlp = mlp if config.bias == "all" else {}
+        everywhere = config.bias == "all"
+        self.kind = "merged" if config.merged else config.block
+        self.recompute: Recompute = "none"
+        self.rate, self.activation = config.dropout, config.activation
+        self.attention_site, self.mlp_site, self.site = (Site(prefix + name) for name in ("attention", "mlp", "block"))
+        self.qkv_rows = sum(qkv.values())
+        if self.kind == "serial":
+            self.attention_norm = Norm(config, f"{prefix}attention.norm", make)
+            self.mlp_norm = Norm(config, f"{prefix}mlp.norm", make)
+        else:
+            self.norm = Norm(config, f"{prefix}norm", make)
+        if self.kind == "merged":
+            self.input = InputProjection(config.hidden, qkv | mlp, biased_qkv | biased_mlp, make)
+            self.output = OutputProjection(config.hidden, o | down, everywhere, make)
+        else:
+            self.attention_input = InputProjection(config.hidden, qkv, biased_qkv, make)
+            self.attention_output = OutputProjection(config.hidden, o, everywhere, make)
+            self.mlp_input = InputProjection(config.hidden, mlp, biased_mlp, make)
+            self.mlp_output = OutputProjection(config.hidden, down, everywhere, make)
+        self.attention = Attention(config, layer, make)
+
+    def forward(self, x_TD: Tensor, context: Context) -> Tensor:
+        """The residual stream after this layer: (T, D) -> (T, D)."""
+        # These two methods are what is compiled (`compile_layers`): where the compiler chooses what is kept, it has to
+        # see the choice and the layer as one; elsewhere recomputation stays outside.
+        if self.recompute in CHOOSING:
+            return self.choosing(x_TD, context)
+        if self.recompute == "none":
+            return self.layer(x_TD, context)
+        return recomputed(self.recompute, lambda x: self.layer(x, context), x_TD)
+
+    def choosing(self, x_TD: Tensor, context: Context) -> Tensor:
+        """`layer`, with the choice of which of its results are kept for the backward pass."""
+        return recomputed(self.recompute, lambda x: Block.layer(self, x, context), x_TD)
+
+    def layer(self, x_TD: Tensor, context: Context) -> Tensor:
+        """What `forward` does, recomputation aside."""
+        x = x_TD
+        if self.kind == "serial":
+            inner = self.attention(self.attention_input(self.attention_norm(x)), context)
+            x = self._add(self.attention_output, inner, x, context, self.attention_site)
+            inner = self._activate(self._first_product(self.mlp_input, self.mlp_norm(x)))
+            return self._add(self.mlp_output, inner, x, context, self.mlp_site)
+        if self.kind == "merged":  # one GEMM reads the stream, one writes it
+            stacked = self._first_product(self.input, self.norm(x))
+            qkv, mlp = stacked.split((self.qkv_rows, stacked.shape[1] - self.qkv_rows), dim=1)
+            inner = torch.cat([self.attention(qkv, context), self._activate(mlp)], dim=1)
+            return self._add(self.output, inner, x, context, self.site)
+        # Parallel: both branches read one norm, so that tensor-parallel ranks gather once and scatter once; the second
+        # output projection adds to what the first gives.
+        normed = self.norm(x)
+        inner = self.attention(self.attention_input(normed), context)
+        wide = self._activate(self._first_product(self.mlp_input, normed))
+        if context.dropout is None or not self.rate:
+            added: Tensor = self.mlp_output(wide, self.attention_output(inner, x))
+            return added
+        return x + context.drop(self.mlp_output(wide, self.attention_output(inner)), self.rate, self.site)
+
+    def _first_product(self, make: nn.Module, x: Tensor) -> Any:
+        # Marked only where the mark is read: what is compiled must not depend on the level, or it is compiled again.
+        if torch.compiler.is_compiling() or self.recompute != "mlp":
+            return make(x)
+        return first_product(make, x)
+
+    def _add(self, output: nn.Module, inner: Tensor, x: Tensor, context: Context, site: Site) -> Tensor:
+        if context.dropout is None or not self.rate:
+            added: Tensor = output(inner, x)  # one GEMM makes the product and adds the stream
+            return added
+        return x + context.drop(output(inner), self.rate, site)
+
+    def _activate(self, inner_TF: Tensor) -> Tensor:
+        """(T, F) -> (T, F), or with a gate (T, 2F) -> (T, F)."""
+        if self.activation == "swiglu":
+            return swiglu(inner_TF)
+        return F.gelu(inner_TF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+def _check_types(config: Any, layers: Any, device: Any, dtypes: Mapping[str, Any], fp8_layers: Any) -> None:
+    """Refuse what torch or Python would stumble over further in, by the name of the argument."""
+
+    def refused(problem: str, cure: str, field: str, value: Any) -> UserError:
+        return UserError(problem, cure=cure, field=field, value=value)
+
+    if not isinstance(config, ModelConfig):
+        raise refused("is not the config of a model", "give a phalanx.model.config.ModelConfig", "config", config)
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise refused("is not a floating-point dtype of torch", "give one such as torch.bfloat16", name, dtype)
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError):
+            raise refused("is not a device of torch", "give cpu, cuda, cuda:1 or meta", "device", device) from None
+    if layers is not None:
+        is_range = isinstance(layers, range)
+        if not is_range or not all(0 <= layer < config.layers for layer in (*layers[:1], *layers[-1:])):
+            cure = f"give a range within the model's {config.layers}, such as range(0, {config.layers})"
+            raise refused("are not layers of the model", cure, "layers", layers)
+    if not hasattr(fp8_layers, "__contains__") or isinstance(fp8_layers, str):
+        raise refused("is not a set of layers", "give a range or a list of their numbers", "fp8_layers", fp8_layers)
+
+
 class DecoderPart(nn.Module):
-    """Layers ``layers`` of a decoder, uninitialised (see `phalanx.model.logical_parameters`).
-
-    Args:
-        config: of the whole decoder, with `vocab_size` and `max_sequence` known.
-        layers: which layers; None: all.
-        first: whether the embedding belongs to it.
-        last: whether the last norm and the loss head do. Where embeddings are tied and `first` is False, the head has
-            a copy of the embedding's weight, under the same logical name.
-        device: where the weights are; ``"meta"`` allocates none.
-        dtype: of the stored weights.
-        compute_dtype: of matrix products and attention; None = `dtype`.
-        fp8_layers: those whose matrices are multiplied in 8 bits.
-
-    Attributes:
-        causal_kernel: of plain causal attention on CUDA, where one was found to be right; None: what torch prefers.
-        offload: takes activations to the host meanwhile, see `phalanx.model.offload`; None: they stay.
+    """A run of layers, perhaps with the embedding before it or the loss head behind it; its weights are uninitialised.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -66,28 +170,34 @@ class DecoderPart(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelConfig,  # of the whole decoder, with `vocab_size` and `max_sequence` known
         *,
-        layers: range | None = None,
-        first: bool = True,
+        layers: range | None = None,  # which layers; None: all
+        first: bool = True,  # whether the embedding belongs to it
+        # whether the last norm and the loss head do. Where embeddings are tied and `first` is False, the head has a
+        # copy of the embedding's weight, under the same logical name
         last: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        compute_dtype: torch.dtype | None = None,
-        fp8_layers: Container[int] = (),
+        device: torch.device | str | None = None,  # where the weights are; ``"meta"`` allocates none
+        dtype: torch.dtype = torch.float32,  # of the stored weights
+        compute_dtype: torch.dtype | None = None,  # of matrix products and attention; None = `dtype`
+        fp8_layers: Container[int] = (),  # those whose matrices are multiplied in 8 bits
     ) -> None:
         super().__init__()
+        _check_types(config, layers, device, {"dtype": dtype, "compute_dtype": compute_dtype}, fp8_layers)
         config.require_sizes()
         self.config = config
         self.compute_dtype = compute_dtype or dtype
         self.residual_dtype = self.compute_dtype if config.residual == "compute" else dtype
         self._apart = call
+        # For plain causal attention on CUDA, tested by the run; None: what torch prefers.
         self.causal_kernel: CausalKernel | None = None
+        # Moves activations to the host meanwhile (`phalanx.model.offload`); None: they stay.
         self.offload: Offload | None = None
         make = Make(None if device is None else torch.device(device), dtype, self.compute_dtype)
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
         chosen = range(config.layers) if layers is None else layers
+        self._windows = {config.window_of(layer) for layer in range(config.layers)}
         self.layers = nn.ModuleList(Block(config, n, make._replace(fp8=n in fp8_layers)) for n in chosen)
         self.norm = Norm(config, "norm", make) if last else None
         tied = self.embedding.weight if config.tie_embeddings and self.embedding is not None else None
@@ -105,10 +215,7 @@ class DecoderPart(nn.Module):
         compile_layers(self.layers, **options)
 
     def hold_casts(self) -> None:
-        """Keep matrices in the compute dtype beside the stored ones, instead of casting them at every use.
-
-        Whoever asks for it calls `weights_changed` whenever weights have other values.
-        """
+        """Keep casts of matrices beside the stored ones; call `weights_changed` whenever those have new values."""
         for module in self.modules():
             if isinstance(module, Matrix):
                 module.hold_cast()
@@ -116,7 +223,7 @@ class DecoderPart(nn.Module):
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """Make the casts that are kept anew."""
+        """Make the kept casts anew."""
         matrices = [m for m in self.modules() if isinstance(m, Matrix)]
         held = [(m.cast, m.weight) for m in matrices if m.cast is not None]
         if held:
@@ -130,16 +237,18 @@ class DecoderPart(nn.Module):
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         dropout: DropoutState | None = None,
-        cache: KVCache | None = None,
-        lengths_B: Tensor | None = None,
+        cache: CachePass | None = None,
     ) -> Context:
         """The constants of one forward pass over `tokens_BS`; arguments as of `Decoder.forward`."""
         batch, length = tokens_BS.shape
-        alone = cache is None or cache.length == 0
-        windows = {self.config.window_of(layer) for layer in range(self.config.layers)} if alone else set()
+        # A pass that sees cached keys too takes its mask from the cache. Layers of one kind share a mask, and what
+        # kernels make of it.
+        alone = cache is None or cache.is_first
+        windows = self._windows if alone else set()
         masks = {w: AttentionMask(length, length, window=w, documents_BS=documents_BS) for w in windows}
         drops = dropout is not None and self.config.attention_dropout > 0
         for mask in masks.values():
+            # Compiled layers ask for FlexAttention's block masks while they are traced, which would be too late.
             backend, kernel = self.config.attention_backend, self.causal_kernel
             prepare(mask, tokens_BS.device, backend, has_dropout=drops, kernel=kernel)
         return Context(
@@ -149,22 +258,25 @@ class DecoderPart(nn.Module):
             masks=masks,
             dropout=dropout,
             rows_T=None if dropout is None else dropout_rows(dropout, length, self.config.max_sequence),
-            cache=None if cache is None else cache.begin(length, lengths_B),
+            cache=cache,
             apart=self._apart,
             kernel=self.causal_kernel,
         )
 
     def attention_shape(self, batch: int, length: int) -> Shape:
-        """What a layer asks of attention, for a trial of kernels."""
+        """The shape of a layer's attention, for a trial of kernels."""
         config = self.config
-        is_made_anew = config.position == "rotary" or config.qk_norm  # queries and keys, by what comes before
-        layout: Literal["values", "all"] = "values" if is_made_anew else "all"
+        # Norms write queries and keys anew; rotation, where it splits the projection itself, values too.
+        anew = config.position == "rotary" or config.qk_norm
+        layout: Layout = "all" if not anew else "values" if config.qk_norm else "none"
         sizes = config.heads, config.num_kv_heads, length, config.head_dim
         return Shape(batch, *sizes, self.compute_dtype, layout)
 
     def embed(self, tokens_BS: Tensor, context: Context, *, positions_BS: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer, (T, D)."""
         assert self.embedding is not None, "this part begins after the embedding"
+        # Float32 by default, because bf16 (8 bits of mantissa) rounds away a block's small update to a large stream,
+        # more so the deeper the model.
         x_TD = self.embedding(tokens_BS, positions_BS).to(self.residual_dtype)
         return context.drop(x_TD, self.config.dropout, Site("embedding"))
 
@@ -174,6 +286,7 @@ class DecoderPart(nn.Module):
             for block in self.layers:
                 x_TD = block(x_TD, context)
             return x_TD
+        # Weights, their casts and rotary tables are saved for the backward pass as well, but stay on the device.
         shared = [*(context.rotary or ()), *(t for m in self.modules() if isinstance(m, Matrix) for t in m.held())]
         leaving = self.offload.forward_pass(len(self.layers), shared)
         for index, block in enumerate(self.layers):
@@ -190,33 +303,11 @@ class DecoderPart(nn.Module):
 
 
 class Decoder(DecoderPart):
-    """A decoder-only transformer, uninitialised (see `phalanx.model.logical_parameters`): the part that has everything.
-
-    Args:
-        config: with `vocab_size` and `max_sequence` known.
-        device: where the weights are; ``"meta"`` allocates none.
-        dtype: of the stored weights.
-        compute_dtype: of matrix products and attention; None = `dtype`.
-        fp8_layers: those whose matrices are multiplied in 8 bits.
-
-    Raises:
-        UserError: `vocab_size` or `max_sequence` is not known.
-    """
+    """A whole decoder-only transformer, uninitialised (`phalanx.model.logical_parameters.initialise` fills it)."""
 
     embedding: Embedding
     norm: Norm
     head: LossHead
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        compute_dtype: torch.dtype | None = None,
-        fp8_layers: Container[int] = (),
-    ) -> None:
-        super().__init__(config, device=device, dtype=dtype, compute_dtype=compute_dtype, fp8_layers=fp8_layers)
 
     def forward(
         self,
@@ -245,16 +336,16 @@ class Decoder(DecoderPart):
             UserError: the sequence is longer than `max_sequence` or than the cache, or documents are given with one.
         """
         length = tokens_BS.shape[1]
-        self._check(length, positions_BS, documents_BS, cache)
+        end = length if cache is None else cache.length + length
+        if positions_BS is None and self.config.position != "none" and end > self.config.max_sequence:
+            raise too_long(self.config, end)
+        if cache is not None and documents_BS is not None:
+            raise UserError("documents cannot be kept apart in a cache", cure="generate one document at a time")
         if cache is not None and cache.length and positions_BS is None:
             positions_BS = cache.positions(length)
+        kept = None if cache is None else cache.begin(length, lengths_B)
         context = self.context(
-            tokens_BS,
-            positions_BS=positions_BS,
-            documents_BS=documents_BS,
-            dropout=dropout,
-            cache=cache,
-            lengths_B=lengths_B,
+            tokens_BS, positions_BS=positions_BS, documents_BS=documents_BS, dropout=dropout, cache=kept
         )
         x_TD = self.blocks(self.embed(tokens_BS, context, positions_BS=positions_BS), context)
         if cache is not None:
@@ -267,14 +358,11 @@ class Decoder(DecoderPart):
         return self.head.logits(hidden)
 
     def loss(self, hidden_BSD: Tensor, targets_BS: Tensor, weights_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weighted sums over tokens of the cross-entropy (nats) and of the z-loss; the objective is their sum.
+        """Weighted sums over tokens of the cross-entropy (nats) and of the z-loss, float32; the objective is their sum.
 
         Args:
             targets_BS: int64 next tokens.
             weights_BS: float32 token weights; None = 1.
-
-        Returns:
-            (loss_sum, z_sum), float32 scalars.
         """
         weights = None if weights_BS is None else weights_BS.flatten()
         return self.sums(hidden_BSD.flatten(0, 1), targets_BS.flatten(), weights)
@@ -283,16 +371,3 @@ class Decoder(DecoderPart):
         """An empty cache for `batch` sequences of up to `max_length` tokens."""
         device = self.embedding.weight.device
         return KVCache(self.config, batch, max_length, dtype=self.compute_dtype, device=device)
-
-    def _check(
-        self,
-        length: int,
-        positions_BS: Tensor | None,
-        documents_BS: Tensor | None,
-        cache: KVCache | None,
-    ) -> None:
-        end = length if cache is None else cache.length + length
-        if positions_BS is None and self.config.position != "none" and end > self.config.max_sequence:
-            raise too_long(self.config, end)
-        if cache is not None and documents_BS is not None:
-            raise UserError("documents cannot be kept apart in a cache", cure="generate one document at a time")

@@ -38,21 +38,11 @@ Capture = Callable[[Callable[[], None], Sequence[Tensor]], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token (greedy).
-        top_p: sample from the fewest tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751).
-        top_k: sample from this many likeliest tokens; 0 = all, 1 = greedy.
-        seed: of the noise.
-
-    Raises:
-        UserError: a setting is out of range.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # logits are divided by it; 0 takes the likeliest token (greedy)
+    top_p: float = 1.0  # sample from the fewest tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751)
+    top_k: int = 0  # sample from this many likeliest tokens; 0 = all, 1 = greedy
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,17 +73,24 @@ def generate(
 ) -> Iterator[int]:
     """Continue `tokens`; yields new ids, ends after a token of `stop` (which is not yielded) or `max_new_tokens`.
 
-    Args:
-        temperature, top_p, top_k, seed: see `Sampling`; torch's global generators are neither read nor disturbed.
-        stop: ids that end the text, such as the tokenizer's end of text.
+    Settings as of `Sampling`; torch's global generators are neither read nor disturbed.
 
     Raises:
         UserError: at the call, before sampling: no prompt, an id outside the vocabulary, a bad setting, or prompt and
             new tokens beyond `max_sequence`.
     """
     _check(model.config, [tokens], [max_new_tokens])
-    sampling = Sampling(temperature, top_p, top_k, seed)
-    return _continue_one(model, tokens, max_new_tokens, sampling, frozenset(stop))
+    sampling, stop = Sampling(temperature, top_p, top_k, seed), frozenset(stop)
+
+    # A generator of its own, so that bad arguments are refused at the call and not at the first token.
+    def run() -> Iterator[int]:
+        sampler = Sampler(model, sampling, batch=1, max_length=len(tokens) + max_new_tokens)
+        for (token,) in sampler.run([tokens], streams([tokens], seed), max_new_tokens):
+            if token in stop:
+                return
+            yield token
+
+    return run()
 
 
 def generate_batch(
@@ -123,53 +120,31 @@ def generate_batch(
     if batch < 1:
         raise UserError("is out of range", cure="take 1 or more", field="batch", value=batch)
     _check(model.config, prompts, limits)
-    sampling = Sampling(temperature, top_p, top_k, seed)
-    return _continue_many(model, prompts, limits, sampling, frozenset(stop), batch)
+    sampling, stop = Sampling(temperature, top_p, top_k, seed), frozenset(stop)
 
-
-def _continue_one(
-    model: Decoder, tokens: Sequence[int], limit: int, sampling: Sampling, stop: frozenset[int]
-) -> Iterator[int]:
-    sampler = Sampler(model, sampling, batch=1, max_length=len(tokens) + limit)
-    for (token,) in sampler.run([tokens], streams([tokens], sampling.seed), limit):
-        if token in stop:
+    def run() -> Iterator[list[int]]:
+        if not prompts:
             return
-        yield token
+        batches = -(-len(prompts) // batch)
+        rows = -(-len(prompts) // batches)  # as even as can be: a row without a prompt costs as much as one with
+        longest = max(len(tokens) + limit for tokens, limit in zip(prompts, limits, strict=True))
+        sampler = Sampler(model, sampling, batch=rows, max_length=longest)
+        noise = streams(prompts, seed)
+        for first in range(0, len(prompts), rows):
+            part = slice(first, first + rows)
+            texts: list[list[int]] = [[] for _ in prompts[part]]
+            going = {row for row, limit in enumerate(limits[part]) if limit}
+            for tokens in sampler.run(prompts[part], noise[part], max(limits[part])):
+                for row in sorted(going):
+                    if tokens[row] not in stop:
+                        texts[row].append(tokens[row])
+                    if tokens[row] in stop or len(texts[row]) == limits[first + row]:
+                        going.remove(row)
+                if not going:
+                    break
+            yield from texts
 
-
-def _continue_many(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    sampling: Sampling,
-    stop: frozenset[int],
-    batch: int,
-) -> Iterator[list[int]]:
-    if not prompts:
-        return
-    batches = -(-len(prompts) // batch)
-    rows = -(-len(prompts) // batches)  # as even as can be: a row without a prompt costs as much as one with
-    longest = max(len(tokens) + limit for tokens, limit in zip(prompts, limits, strict=True))
-    sampler = Sampler(model, sampling, batch=rows, max_length=longest)
-    noise = streams(prompts, sampling.seed)
-    for first in range(0, len(prompts), rows):
-        part = slice(first, first + rows)
-        yield from _finish(sampler.run(prompts[part], noise[part], max(limits[part])), limits[part], stop)
-
-
-def _finish(steps: Iterator[list[int]], limits: Sequence[int], stop: frozenset[int]) -> list[list[int]]:
-    """What the rows of a batch are continued with, up to where each ends."""
-    texts: list[list[int]] = [[] for _ in limits]
-    going = {row for row, limit in enumerate(limits) if limit}
-    for tokens in steps:
-        for row in sorted(going):
-            if tokens[row] not in stop:
-                texts[row].append(tokens[row])
-            if tokens[row] in stop or len(texts[row]) == limits[row]:
-                going.remove(row)
-        if not going:
-            break
-    return texts
+    return run()
 
 
 def streams(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
@@ -183,13 +158,10 @@ def streams(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
 
 
 class Sampler:
-    """Continues batches of prompts, one batch after another, with the same buffers and graphs.
+    """Continues batches of `batch` prompts, up to `max_length` tokens in all, with the same buffers and graphs.
 
-    Args:
-        model: whose weights are read; it may go on training afterwards, but not while this is used.
-        batch: B, rows at once.
-        max_length: tokens of a prompt and its continuation at most.
-        capture: how a step is repeated; None: as a CUDA graph, or plainly where there is no CUDA.
+    The model may go on training afterwards, but not while this is used. `capture` decides how a step is repeated; None:
+    as a CUDA graph, or plainly where there is no CUDA.
     """
 
     def __init__(
@@ -210,13 +182,8 @@ class Sampler:
             self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=on_cuda)
 
     def run(self, prompts: Sequence[Sequence[int]], noise: Sequence[int], steps: int) -> Iterator[list[int]]:
-        """The next token of each row, `steps` times; it may be left early.
-
-        Args:
-            prompts: B at most, where there are fewer the last rows mean nothing.
-            noise: their `streams`.
-        """
-        waiting: deque[_Chunk] = deque()
+        """The next token of each row, `steps` times; fewer prompts than rows leave the last rows without meaning."""
+        waiting: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # tokens of some steps, on their way
         done = number = 0
         while done < steps:
             count = min(self._arrears, steps - done) if done else 1  # the first token alone, for who waits for it
@@ -230,12 +197,13 @@ class Sampler:
                     tokens_B.copy_(self.token_B, non_blocking=self._behind > 0)
                     done += 1
                 event = torch.cuda.current_stream(self.device).record_event() if self._behind else None
-                waiting.append(_Chunk(host, event))
+                waiting.append((host, event))
             number += 1
-            if len(waiting) > self._behind:
-                yield from waiting.popleft().tokens()
-        while waiting:
-            yield from waiting.popleft().tokens()
+            while waiting and (len(waiting) > self._behind or done == steps):
+                host, event = waiting.popleft()
+                if event is not None:
+                    event.synchronize()
+                yield from host.tolist()
 
     def begin(self, prompts: Sequence[Sequence[int]], noise: Sequence[int]) -> None:
         """Take new prompts, and choose the first token behind each."""
@@ -247,12 +215,7 @@ class Sampler:
         lengths_B = torch.tensor([len(tokens) for tokens in prompts], device=self.device)
         self.stream_B.copy_(torch.tensor(noise))
         self.cache.clear()
-        self._choose(self._prefill(tokens_BP, lengths_B))
-        self.cache.length = min(self.cache.length, self.cache.max_length - 1)
-
-    def _prefill(self, tokens_BP: Tensor, lengths_B: Tensor) -> Tensor:
-        """Hidden states (B, D) of the last tokens; the cache takes all."""
-        rows_B = self.cache.rows_B
+        # The cache takes all tokens, a run of positions at a time; of each row the state of the last one is kept.
         length = max(_PREFILL_TOKENS // len(tokens_BP), 1)
         found: Tensor | None = None
         for start in range(0, tokens_BP.shape[1], length):
@@ -260,10 +223,11 @@ class Sampler:
             size = part_BS.shape[1]
             hidden_BSD = self.model(part_BS, cache=self.cache, lengths_B=(lengths_B - start).clamp(0, size))
             last_B = lengths_B - 1 - start
-            last_BD = hidden_BSD[rows_B, last_B.clamp(0, size - 1)]
+            last_BD = hidden_BSD[self.cache.rows_B, last_B.clamp(0, size - 1)]
             found = last_BD if found is None else torch.where((last_B >= 0)[:, None], last_BD, found)
         assert found is not None
-        return found
+        self._choose(found)
+        self.cache.length = min(self.cache.length, self.cache.max_length - 1)
 
     def step(self) -> None:
         """Take the newest token of each row and choose the one behind it; waits for nothing."""
@@ -287,29 +251,11 @@ class Sampler:
         self.cache.length_B.clamp_(max=self.cache.max_length - 1)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Tokens of some steps on their way to the host."""
-
-    host_NB: Tensor
-    event: torch.cuda.Event | None
-
-    def tokens(self) -> list[list[int]]:
-        if self.event is not None:
-            self.event.synchronize()
-        found: list[list[int]] = self.host_NB.tolist()
-        return found
-
-
 def choose(logits_BV: Tensor, sampling: Sampling, noise_B: Tensor, columns_V: Tensor) -> Tensor:
     """The next token of each row, int64 (B,).
 
     A token wins with its probability if it has the most of probability over an exponential variate of its own; so no
     sum decides, whose rounding would depend on the device.
-
-    Args:
-        noise_B: int64 identity of the noise of each row.
-        columns_V: `phalanx.kernels.counter.column_states` of all tokens.
     """
     if sampling.is_greedy:
         return logits_BV.argmax(dim=-1)
@@ -348,7 +294,13 @@ def inference_copy(model: Decoder) -> Decoder:
     stored = model.embedding.weight
     copy = Decoder(model.config, device="meta", dtype=stored.dtype, compute_dtype=model.compute_dtype)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    cast = [name for name in _cast_in_use(copy) if weights[name].dtype != model.compute_dtype]
+    cast = []  # names of weights that are read in the compute type alone
+    for path, module in copy.named_modules():
+        if isinstance(module, InputProjection | OutputProjection | LossHead):
+            cast.append(f"{path}.weight")
+        if isinstance(module, InputProjection) and module.bias is not None:
+            cast.append(f"{path}.bias")
+    cast = [name for name in cast if weights[name].dtype != model.compute_dtype]
     if _has_room(sum(weights[name].numel() for name in cast) * model.compute_dtype.itemsize, stored.device):
         weights |= {name: weights[name].to(model.compute_dtype) for name in cast}
     copy.load_state_dict(weights, assign=True)
@@ -356,22 +308,12 @@ def inference_copy(model: Decoder) -> Decoder:
     return copy.requires_grad_(False).eval()
 
 
-def _cast_in_use(model: Decoder) -> Iterator[str]:
-    """Names of stored weights that are read in the compute type alone."""
-    for path, module in model.named_modules():
-        if isinstance(module, InputProjection | OutputProjection | LossHead):
-            yield f"{path}.weight"
-        if isinstance(module, InputProjection) and module.bias is not None:
-            yield f"{path}.bias"
-
-
 def _has_room(size_bytes: int, device: torch.device) -> bool:
-    """Whether half of what is free on a GPU would do."""
     if device.type != "cuda":
         return True
     free_bytes = torch.cuda.mem_get_info(device)[0]
     free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return size_bytes <= free_bytes // 2
+    return size_bytes <= free_bytes // 2  # the other half is for keys, values and activations
 
 
 def _plain(step: Callable[[], None], _changed: Sequence[Tensor]) -> Callable[[], None]:
@@ -379,7 +321,7 @@ def _plain(step: Callable[[], None], _changed: Sequence[Tensor]) -> Callable[[],
 
 
 class CudaGraphs:
-    """Captures steps as CUDA graphs; they share the memory of what lies between their kernels."""
+    """Captures steps as CUDA graphs, which share the memory of what lies between their kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -25,11 +25,7 @@ _ARCHITECTURES = {
 
 
 def family_of(raw: Mapping[str, Any]) -> str:
-    """The family of a config.json.
-
-    Raises:
-        UserError: it is none of `FAMILIES`.
-    """
+    """The family of a config.json. `UserError`: it is none of `FAMILIES`."""
     family = raw.get("model_type")
     if family not in FAMILIES:
         cure = f"import one of {', '.join(FAMILIES)}"
@@ -262,17 +258,11 @@ def _write_llama(config: ModelConfig, family: str) -> dict[str, Any]:
         "rope_scaling": _write_scaling(config.rope_scaling),
     }
     if family == "llama":
-        raw["mlp_bias"] = config.bias == "all"
-    return raw | _write_windows(config, family)
-
-
-def _write_windows(config: ModelConfig, family: str) -> dict[str, Any]:
-    if family == "llama":
-        return {}
+        return raw | {"mlp_bias": config.bias == "all"}
     if family == "mistral":
-        return {"sliding_window": config.window}
+        return raw | {"sliding_window": config.window}
     windows = [config.window_of(layer) is not None for layer in range(config.layers)]
-    return {
+    return raw | {
         "use_sliding_window": any(windows),
         "sliding_window": config.window or None,
         "max_window_layers": config.layers,

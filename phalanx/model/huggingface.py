@@ -43,11 +43,7 @@ class Rule:
     transposed: bool = False
 
     def split(self, stored: Tensor, table: Mapping[str, Parameter]) -> Iterator[tuple[str, Tensor]]:
-        """The logical tensors in `stored`.
-
-        Raises:
-            UserError: the shape is not the config's.
-        """
+        """The logical tensors in `stored`; a `UserError` where its shape is not the config's."""
         shapes = [table[part].shape for part in self.parts]
         full = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         expected = full[::-1] if self.transposed else full
@@ -136,7 +132,9 @@ def import_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     places = _places(path, wanted)
     for file in sorted({file for file, _ in places.values()}):
         here = [(rule, stored) for rule in wanted for place, stored in [places[rule.name]] if place == file]
-        tensors |= _read_file(file, here, table)
+        with _open(file) as opened:
+            for rule, name in here:
+                tensors |= rule.split(opened.get_tensor(name), table)
     return config, {name: tensors[name] for name in table}
 
 
@@ -154,7 +152,6 @@ def export_folder(
 
     Args:
         tensors: logical parameters, as `LogicalParameters` or a checkpoint gives them; vocabulary padding is cut.
-        tokenizer_json: copied along, when there is one.
         end_of_text: token id that ends a text, for config.json.
         dtype: of the written weights; None = as given.
 
@@ -170,7 +167,15 @@ def export_folder(
         write_json(aside / "config.json", raw)
         _write_weights(aside, stored, max_shard_bytes)
         if tokenizer_json is not None:
-            _copy_tokenizer(Path(tokenizer_json), aside, config.max_sequence)
+            try:
+                shutil.copyfile(tokenizer_json, aside / "tokenizer.json")
+            except FileNotFoundError:
+                source = str(tokenizer_json)
+                raise UserError(
+                    "there is no such file", cure="check the path", field="tokenizer", value=source
+                ) from None
+            known = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_sequence}
+            write_json(aside / "tokenizer_config.json", known)
 
 
 def load_decoder(
@@ -214,13 +219,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot be read: {error}", cure="fetch the folder again", field=str(path)) from None
     if not isinstance(value, dict):
-        raise UserError("is no JSON object", cure="fetch the folder again", field=str(path))
+        raise UserError("is not a JSON object", cure="fetch the folder again", field=str(path))
     return value
 
 
 def _places(folder: Path, wanted: list[Rule]) -> dict[str, tuple[Path, str]]:
     """For each rule's tensor, the file that holds it and its name there (GPT-2 files may lack ``transformer.``)."""
-    files = _weight_map(folder)
+    files = _weight_files(folder)
     places = {}
     for rule in wanted:
         names = (rule.name, rule.name.removeprefix("transformer."), rule.name.removeprefix("model."))
@@ -232,8 +237,7 @@ def _places(folder: Path, wanted: list[Rule]) -> dict[str, tuple[Path, str]]:
     return places
 
 
-def _weight_map(folder: Path) -> dict[str, Path]:
-    """Every stored tensor's file."""
+def _weight_files(folder: Path) -> dict[str, Path]:
     if (folder / _INDEX).exists():
         index = _read_json(folder / _INDEX).get("weight_map", {})
         outside = [name for name in index.values() if Path(name).name != name]
@@ -260,16 +264,7 @@ def _open(path: Path) -> Iterator[Any]:
         raise UserError(f"is damaged: {error}", cure="fetch the folder again", field=str(path)) from None
 
 
-def _read_file(path: Path, here: list[tuple[Rule, str]], table: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    with _open(path) as file:
-        for rule, stored in here:
-            tensors |= rule.split(file.get_tensor(stored), table)
-    return tensors
-
-
 def _stored(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors as the family stores them."""
     missing = [name for name in parameter_table(config) if name not in tensors]
     if missing:
         raise UserError("is missing", cure="export all logical parameters of the model", field=missing[0])
@@ -302,15 +297,6 @@ def _write_weights(folder: Path, stored: Mapping[str, Tensor], max_shard_bytes: 
     write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _copy_tokenizer(source: Path, folder: Path, max_sequence: int) -> None:
-    try:
-        shutil.copyfile(source, folder / "tokenizer.json")
-    except FileNotFoundError:
-        raise UserError("there is no such file", cure="check the path", field="tokenizer", value=str(source)) from None
-    known = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_sequence}
-    write_json(folder / "tokenizer_config.json", known)
-
-
 @contextmanager
 def _publish(path: Path) -> Iterator[Path]:
     """A folder beside `path` that is made durable and renamed to it when the block ends without an error."""
@@ -322,7 +308,8 @@ def _publish(path: Path) -> Iterator[Path]:
         aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
         yield aside
         for file in aside.iterdir():
-            _make_durable(file)
+            with file.open("rb+") as opened:
+                os.fsync(opened.fileno())
         fsync_folder(aside)
         aside.chmod(0o755)
         aside.rename(path)
@@ -333,8 +320,3 @@ def _publish(path: Path) -> Iterator[Path]:
     finally:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
-
-
-def _make_durable(file: Path) -> None:
-    with file.open("rb+") as opened:
-        os.fsync(opened.fileno())

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.kernels.cross_entropy import mask_padding
 from phalanx.kernels.fp8 import Fp8Weight, fp8_linear
 from phalanx.kernels.linear import linear, project
-from phalanx.kernels.loss import linear_cross_entropy
+from phalanx.kernels.loss import linear_cross_entropy, mask_padding
 from phalanx.kernels.pointwise import rms_norm
 from phalanx.model.config import ModelConfig
 from phalanx.model.forward_context import Attending, Context
@@ -50,20 +49,13 @@ class Part(NamedTuple):
 
 
 class Stored(nn.Module):
-    """A module whose stored parameters hold logical ones; `parts` says which rows are whose."""
+    """A module whose stored parameters hold logical ones; `parts` lists the rows of each."""
 
     parts: tuple[Part, ...]
 
 
 class Matrix(Stored):
-    """A module that multiplies by its `weight` in the compute dtype.
-
-    Attributes:
-        fp8: whether it multiplies in 8 bits instead (`phalanx.kernels.fp8`).
-        cast: the weight in that dtype, for who says when the weight changes (`DecoderPart.hold_casts`); None: it is
-            cast wherever it is used.
-        quantised: the same of a weight that is multiplied in 8 bits.
-    """
+    """A module that multiplies by its `weight` in the compute dtype, or in 8 bits (`phalanx.kernels.fp8`)."""
 
     weight: nn.Parameter
     cast: Tensor | None
@@ -71,11 +63,13 @@ class Matrix(Stored):
     def __init__(self, make: Make) -> None:
         super().__init__()
         self.compute, self.fp8 = make.compute, make.fp8
+        # The weight in the compute dtype, or in 8 bits, where somebody keeps it up to date (`DecoderPart.hold_casts`);
+        # None: it is cast wherever it is used.
         self.register_buffer("cast", None, persistent=False)
         self.quantised: Fp8Weight | None = None
 
     def hold_cast(self) -> None:
-        """Keep a cast of the weight from now on, where it is of another dtype: still to be filled."""
+        """Keep a cast of the weight from now on, where it is of another dtype; still to be filled."""
         if self.fp8:
             self.quantised = Fp8Weight(self.weight.detach())
         elif self.weight.dtype != self.compute:
@@ -134,6 +128,7 @@ class Embedding(Stored):
         """Rows (T, D) for tokens at positions 0, 1, 2 … or at `positions_BS`."""
         x_BSD = F.embedding(tokens_BS, self.weight)
         if self.position_weight is not None:
+            # A slice where it can be one: its gradient is a sum, that of a lookup is scattered.
             if positions_BS is None:
                 x_BSD = x_BSD + self.position_weight[: tokens_BS.shape[1]]
             else:
@@ -142,11 +137,7 @@ class Embedding(Stored):
 
 
 class InputProjection(Matrix):
-    """Stacked matrices that read the residual stream, as one GEMM: (T, D) -> (T, N).
-
-    Args:
-        rows: logical name -> output rows, in order of stacking.
-    """
+    """Stacked matrices (logical name -> output rows) that read the residual stream, as one GEMM: (T, D) -> (T, N)."""
 
     bias: nn.Parameter | None
 
@@ -157,9 +148,9 @@ class InputProjection(Matrix):
         self.parts = stack("weight", rows) + stack("bias", biased, "_bias")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Project rows; a bias shorter than the stack (only q, k, v have one) is padded with zeros."""
+        """Project rows."""
         bias = None if self.bias is None else self.bias.to(self.compute)
-        if bias is not None and len(bias) < len(self.weight):
+        if bias is not None and len(bias) < len(self.weight):  # only q, k and v have one
             bias = F.pad(bias, (0, len(self.weight) - len(bias)))
         if not self.fp8:
             return linear(x_TD, self.weight, bias, cast_OI=self.cast)
@@ -168,16 +159,13 @@ class InputProjection(Matrix):
 
 
 class OutputProjection(Matrix):
-    """Stacked matrices that write the residual stream, as one GEMM: (T, N) -> (T, D), summed over the stack.
-
-    The weight is (inputs, outputs), so that the logical matrices stack along dimension 0 here too. Biases, one per
-    logical matrix, stack likewise and are summed.
-    """
+    """Stacked matrices that write the residual stream, as one GEMM: (T, N) -> (T, D), summed over the stack."""
 
     bias: nn.Parameter | None
 
     def __init__(self, hidden: int, rows: Mapping[str, int], biased: bool, make: Make) -> None:
         super().__init__(make)
+        # (inputs, outputs), so that the logical matrices stack along dimension 0 here too; so do their biases.
         self.weight = make.empty(sum(rows.values()), hidden)
         self.bias = make.empty(len(rows) * hidden) if biased else None
         self.parts = stack("weight", rows)
@@ -186,26 +174,23 @@ class OutputProjection(Matrix):
 
     def forward(self, inner_TN: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         """Project rows, and add them to `residual` (in its dtype) where one is given."""
-        bias = self._bias()
+        bias = None
+        if self.bias is not None:  # one for each logical matrix of the stack: summed to (D,)
+            width = self.weight.shape[1]
+            bias = (self.bias.view(-1, width).sum(0) if len(self.bias) > width else self.bias).to(self.compute)
         if self.fp8:
             out = fp8_linear(inner_TN, self.weight, self.quantised, inputs_first=True)
             out = out if bias is None else out + bias
         elif bias is None and residual_TD is not None and residual_TD.dtype == inner_TN.dtype:
+            # One GEMM makes the product and adds the stream.
             return project(inner_TN, self.weight, residual_TD, cast_IO=self.cast)
         else:
             out = project(inner_TN, self.weight, bias, cast_IO=self.cast)
         return out if residual_TD is None else residual_TD + out
 
-    def _bias(self) -> Tensor | None:
-        """Of the stack, (D,) in compute dtype."""
-        if self.bias is None:
-            return None
-        width = self.weight.shape[1]
-        return (self.bias.view(-1, width).sum(0) if len(self.bias) > width else self.bias).to(self.compute)
-
 
 class Attention(Stored):
-    """Causal attention over stacked heads: (T, (H + 2K) E) -> (T, H E). The head count is that of the input."""
+    """Causal attention over stacked heads: (T, (H + 2K) E) -> (T, H E)."""
 
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
@@ -225,40 +210,36 @@ class Attention(Stored):
 
     def forward(self, qkv_TN: Tensor, context: Context) -> Tensor:
         """Attend within each sequence (and document, and window); the result is in token rows again."""
-        q, k, v = (x.transpose(1, 2) for x in self._heads(qkv_TN, context))
+        # (B, S, heads, E), normalised and rotated as configured. The head count is that of the input: a tensor rank has
+        # its own heads.
+        qkv = qkv_TN.view(context.batch, context.length, -1, self.size)
+        kv_heads = qkv.shape[2] // (self.group + 2)
+        heads = kv_heads * self.group
+        if context.rotary is not None and self.q_norm is None:
+            q, k, v = rotate_heads(qkv, *context.rotary, heads, kv_heads)
+        else:
+            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
+            # Before they are rotated, as in Qwen 3 and Gemma 3: norms have a weight for each dimension of a head.
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+            if context.rotary is not None:
+                q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if context.cache is None:
             out_BHSE = context.attend(q, k, v, self.how)
         else:
             out_BHSE = context.cache.attend(self.layer, q, k, v, lambda: context.attend(q, k, v, self.how))
         return out_BHSE.transpose(1, 2).reshape(len(qkv_TN), -1)
 
-    def _heads(self, qkv_TN: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, S, H, E), keys and values (B, S, K, E), normalised and rotated as configured."""
-        qkv = qkv_TN.view(context.batch, context.length, -1, self.size)
-        kv_heads = qkv.shape[2] // (self.group + 2)
-        heads = kv_heads * self.group
-        if context.rotary is not None and self.q_norm is None:
-            return rotate_heads(qkv, *context.rotary, heads, kv_heads)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        if context.rotary is not None:
-            q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
-        return q, k, v
-
 
 class LossHead(Matrix):
-    """Logits and loss over the vocabulary.
-
-    Args:
-        tied: the embedding's weight, where it is the head's and lives beside it. Tied embeddings whose embedding is
-            elsewhere (another pipeline stage) have a copy here, under the embedding's logical name.
-    """
+    """Logits and loss over the vocabulary."""
 
     def __init__(self, config: ModelConfig, make: Make, tied: nn.Parameter | None) -> None:
         super().__init__(make)
         self.softcap, self.z_loss = config.logit_softcap, config.z_loss
         self.vocabulary = config.vocab_size
+        # Tied, but with the embedding on another pipeline stage, it is a copy under the embedding's logical name.
         self.weight = make.empty(config.vocab_rows, config.hidden) if tied is None else tied
         name = "embedding" if config.tie_embeddings else "head"
         self.parts = stack("weight", {name: config.vocab_rows}) if tied is None else ()

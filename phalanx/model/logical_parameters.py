@@ -43,23 +43,19 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
     def __init__(self, model: DecoderPart) -> None:
         found: dict[str, _Alias] = {}
         for module in model.modules():
-            if isinstance(module, Stored):
-                self._add(module, found)
+            for part in module.parts if isinstance(module, Stored) else ():
+                owner = module.get_parameter(part.attribute)
+                rows = owner.detach()[part.start : part.start + part.rows]
+                # A view of all rows would be a second parameter, whose gradient somebody had to bind.
+                whole = part.rows == owner.shape[0]
+                parameter = owner if whole else nn.Parameter(rows, requires_grad=owner.requires_grad)
+                assert part.name not in found, f"two stored parameters hold {part.name}"
+                found[part.name] = _Alias(parameter, owner, part.start, part.rows)
+        # In the order of the architecture, so that neither checkpoints nor groups of optimizers see what is merged.
         self._aliases = {name: found[name] for name in parameter_table(model.config) if name in found}
         split = {id(a.owner): a.owner for a in self._aliases.values() if a.parameter is not a.owner}
         self._owners = list(split.values())
         self._bound: dict[int, object] = {}
-
-    @staticmethod
-    def _add(module: Stored, found: dict[str, _Alias]) -> None:
-        for part in module.parts:
-            owner = module.get_parameter(part.attribute)
-            whole = part.rows == owner.shape[0]
-            rows = owner.detach()[part.start : part.start + part.rows]
-            parameter = owner if whole else nn.Parameter(rows, requires_grad=owner.requires_grad)
-            if part.name in found:
-                raise AssertionError(f"two stored parameters hold {part.name}")
-            found[part.name] = _Alias(parameter, owner, part.start, part.rows)
 
     def __getitem__(self, name: str) -> nn.Parameter:
         return self._aliases[name].parameter
@@ -79,6 +75,7 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
 
         Cheap when gradients stay in place (zeroed, not freed): owners whose gradient is the bound one are skipped.
         """
+        # The gradient itself is remembered, not its id, which another tensor may have once this one is freed.
         moved = {id(o) for o in self._owners if o.grad is None or self._bound.get(id(o)) is not o.grad}
         if not moved:
             return
@@ -97,19 +94,14 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
 
 def fill(
     parameters: Mapping[str, Tensor],
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, Shard],  # what part of its logical parameter each of `parameters` is
     tensors: Mapping[str, Tensor],
     *,
-    known: Collection[str],
+    known: Collection[str],  # names of all logical parameters of the model, which may be more than are here
 ) -> None:
     """Copy whole logical `tensors`, in any dtype, into parameters that may hold only parts of them.
 
     Rows of vocabulary padding that `tensors` lack become zeros.
-
-    Args:
-        parameters: by logical name.
-        shards: what part of its logical parameter each of them is.
-        known: names of all logical parameters of the model, which may be more than are here.
 
     Raises:
         UserError: a name is missing or unknown, or a shape differs.
@@ -119,19 +111,16 @@ def fill(
         problem = "is missing from the weights" if wrong[0] in known else "is not a parameter of this model"
         raise UserError(problem, cure="give the weights of a model of the same config", field=wrong[0])
     for name, parameter in parameters.items():
-        _copy(name, parameter, shards[name], tensors[name])
-
-
-def _copy(name: str, parameter: Tensor, shard: Shard, value: Tensor) -> None:
-    rows = value.shape[0] if name in ("embedding", "head") and value.dim() == 2 else shard.shape[0]
-    if tuple(value.shape) != (rows, *shard.shape[1:]) or rows > shard.shape[0]:
-        problem = f"has shape {tuple(value.shape)} where the model has {shard.shape}"
-        raise UserError(problem, cure="give the weights of a model of the same config", field=name)
-    start = shard.offsets[0]
-    mine = value[start : start + shard.sizes[0]]
-    with torch.no_grad():
-        parameter[: len(mine)].copy_(mine)
-        parameter[len(mine) :].zero_()
+        value, shard = tensors[name], shards[name]
+        # Files of other programs have no rows of padding at the end of the vocabulary.
+        rows = value.shape[0] if name in ("embedding", "head") and value.dim() == 2 else shard.shape[0]
+        if tuple(value.shape) != (rows, *shard.shape[1:]) or rows > shard.shape[0]:
+            problem = f"has shape {tuple(value.shape)} where the model has {shard.shape}"
+            raise UserError(problem, cure="give the weights of a model of the same config", field=name)
+        mine = value[shard.offsets[0] : shard.offsets[0] + shard.sizes[0]]
+        with torch.no_grad():
+            parameter[: len(mine)].copy_(mine)
+            parameter[len(mine) :].zero_()
 
 
 def initialise(model: DecoderPart, seed: int) -> None:
@@ -161,8 +150,10 @@ def initial_values(
     shape = tuple(parameter.shape if shape is None else shape)
     if parameter.role in ("norm", "bias"):
         return torch.full(shape, 1.0 if parameter.role == "norm" else 0.0, device=device, dtype=dtype)
+    # The sum of 2 N branches of the residual stream would grow with the depth otherwise.
     std = config.init_std
     if parameter.role == "output" and config.init_depth_scaled:
         std /= math.sqrt(2 * config.layers)
+    # By name: a weight does not depend on which other parameters this rank has, nor on their order.
     key = make_key(seed, "init", parameter.name)
     return normal(key, parameter.shape, offsets=offsets, shape=shape, std=std, device=device, dtype=dtype)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,65 +35,55 @@ _SAME_NUMBERS = frozenset(
 )
 
 
-class Lanes(Protocol):
-    """Streams that carry copies, as far as offloading sees them. Events are what `record` gives."""
+class Lanes:
+    """Streams that carry copies, as far as offloading sees them; here none, as on a CPU: one copy after the other."""
 
     def compute_waits(self, event: Any) -> None:
-        """Whatever is computed from now on comes after `event`."""
-        ...
+        """Whatever is computed from now on comes after `event`, which `record` gave."""
 
     def out(self) -> AbstractContextManager[object]:
         """Copies to the host: after what has been computed so far."""
-        ...
+        return nullcontext()
 
     def back(self) -> AbstractContextManager[object]:
         """Copies to the device: after what has been computed so far, whose memory they may be given."""
-        ...
+        return nullcontext()
 
     def record(self) -> Any:
         """An event in the stream that is current."""
-        ...
+        return None
 
     def wait(self, event: Any) -> None:
         """The stream that is current waits for `event`."""
-        ...
 
     def host(self, num_bytes: int) -> Tensor:
         """New memory on the host, bytes."""
-        ...
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-class CudaLanes:
-    """Two streams of a GPU beside that which computes, and pinned memory."""
-
+class _CudaLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def compute_waits(self, event: Any) -> None:
-        """See `Lanes`."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def out(self) -> AbstractContextManager[object]:
-        """See `Lanes`."""
         return self._behind_compute(self._out)
 
     def back(self) -> AbstractContextManager[object]:
-        """See `Lanes`."""
         return self._behind_compute(self._back)
 
     def record(self) -> Any:
-        """See `Lanes`."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait(self, event: Any) -> None:
-        """See `Lanes`."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def host(self, num_bytes: int) -> Tensor:
-        """See `Lanes`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
@@ -103,50 +93,17 @@ class CudaLanes:
             yield
 
 
-class PlainLanes:
-    """Copies one after the other, where there are no streams: on a CPU."""
-
-    def compute_waits(self, event: Any) -> None:
-        """Nothing is under way."""
-
-    def out(self) -> AbstractContextManager[object]:
-        """Here and now."""
-        return nullcontext()
-
-    back = out
-
-    def record(self) -> Any:
-        """No event."""
-        return None
-
-    def wait(self, event: Any) -> None:
-        """Nothing is under way."""
-
-    def host(self, num_bytes: int) -> Tensor:
-        """See `Lanes`."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-
 class Offload:
-    """Says of a part's layers which go to the host, and keeps the memory for it.
-
-    Args:
-        share: of the layers, from the first; those behind are used too soon to be worth the way.
-        lanes: by which copies travel.
-        least_bytes: of a storage that does.
-
-    Attributes:
-        host_bytes: memory on the host that was ever taken.
-    """
+    """Decides which of a part's layers go to the host (a share, from the first), and keeps the memory for it."""
 
     def __init__(self, share: float, lanes: Lanes, least_bytes: int = _LEAST_BYTES) -> None:
         self.share, self.lanes, self.least_bytes = share, lanes, least_bytes
-        self.host_bytes = 0
+        self.host_bytes = 0  # memory on the host that was ever taken
         self._free: dict[int, list[tuple[Tensor, Any]]] = {}
 
-    def forward_pass(self, layers: int, shared: Sequence[Tensor]) -> ForwardPass:
+    def forward_pass(self, layers: int, shared: Sequence[Tensor]) -> _ForwardPass:
         """A forward pass over so many layers, to which `shared` tensors belong that are no layer's own."""
-        return ForwardPass(self, math.ceil(self.share * layers), shared)
+        return _ForwardPass(self, math.ceil(self.share * layers), shared)
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
         """Memory on the host, and the event after which it may be written; None: at once."""
@@ -161,9 +118,7 @@ class Offload:
         self._free.setdefault(host.numel(), []).append((host, event))
 
 
-class ForwardPass:
-    """One forward pass, and the backward pass that follows it some time."""
-
+class _ForwardPass:
     def __init__(self, offload: Offload, count: int, shared: Sequence[Tensor]) -> None:
         self.offload, self.count = offload, count
         self._shared = {_key(tensor) for tensor in shared}
@@ -171,7 +126,6 @@ class ForwardPass:
 
     @contextmanager
     def layer(self, index: int, block: nn.Module) -> Iterator[None]:
-        """Layer `index` of the part makes its forward pass within this."""
         if index >= _AHEAD and index - _AHEAD < len(self._layers):
             self._layers[index - _AHEAD].let_go()
         if index >= self.count:
@@ -184,15 +138,12 @@ class ForwardPass:
             yield
 
     def end(self) -> None:
-        """The last layer is done: what is still held is let go of."""
         for layer in self._layers:
             layer.let_go()
         self._layers.clear()
 
 
 class _Layer:
-    """What of one layer is on the host, or on the way there or back."""
-
     def __init__(self, offload: Offload, before: _Layer | None, block: nn.Module, shared: set[int]) -> None:
         self._offload, self._before, self._shared = offload, before, shared
         shapes = {tuple(p.shape) for p in block.parameters()}
@@ -203,14 +154,14 @@ class _Layer:
         self._is_back = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """In place of `tensor` in autograd's graph: itself, or what brings it back."""
-        if not self._travels(tensor):
+        key, storage = _key(tensor), tensor.untyped_storage()
+        stays = storage.nbytes() < self._offload.least_bytes or key in self._shared
+        if stays or tensor.layout != torch.strided or self._is_weight(tensor):
             return tensor
-        key = _key(tensor)
         if key not in self._copies:
             self._copies[key] = self._out(tensor)
-        view = _View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-        return _Packed(self, self._copies[key], view)
+        where = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+        return _Packed(self, self._copies[key], tensor.dtype, *where)
 
     def let_go(self) -> None:
         """The device's memory may be used for something else once the copies are done."""
@@ -220,13 +171,12 @@ class _Layer:
         self._held.clear()
 
     def bring_back(self) -> None:
-        """Start the copies to the device."""
         if self._is_back:
             return
         self._is_back = True
         for copy in self._copies.values():
             copy.bring_back()
-        self._copies = {}  # from now on whoever needs one has it
+        self._copies = {}  # what still needs one holds it itself
 
     def prefetch(self) -> None:
         """The backward pass of this layer begins: the one before comes next."""
@@ -234,12 +184,6 @@ class _Layer:
         if self._before is not None:
             self._before.bring_back()
             self._before = None
-
-    def _travels(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self._offload.least_bytes or _key(tensor) in self._shared:
-            return False
-        return tensor.layout == torch.strided and not self._is_weight(tensor)
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether it is a weight, a view or a cast of one. What a compiled layer saves knows only its shape."""
@@ -253,8 +197,9 @@ class _Layer:
         return hasattr(function, "variable")
 
     def _out(self, tensor: Tensor) -> _Copy:
-        lanes = self._offload.lanes
-        source = _bytes_of(tensor)
+        lanes, storage = self._offload.lanes, tensor.untyped_storage()
+        # All of the storage, however many views of it are saved.
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
         host, free = self._offload.take(source.numel())
         with lanes.out():
             if free is not None:
@@ -267,8 +212,6 @@ class _Layer:
 
 
 class _Copy:
-    """One storage, on the host or back on its device."""
-
     def __init__(self, offload: Offload, host: Tensor, event: Any, device: torch.device) -> None:
         self._offload, self._device = offload, device
         self._host: Tensor | None = host
@@ -276,7 +219,6 @@ class _Copy:
         self._back: Tensor | None = None
 
     def bring_back(self) -> None:
-        """Start the copy to the device, if that was not done."""
         if self._host is None:
             return
         lanes, host = self._offload.lanes, self._host
@@ -304,21 +246,15 @@ class _Copy:
             self._offload.give(self._host, self._event)
 
 
-class _View(NamedTuple):
-    """Where a tensor lies in its storage."""
+class _Packed(NamedTuple):
+    """What autograd's graph holds in place of a tensor: a copy of its storage, and where in that the tensor lies."""
 
+    layer: _Layer
+    copy: _Copy
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-
-class _Packed(NamedTuple):
-    """What autograd's graph holds in place of a tensor."""
-
-    layer: _Layer
-    copy: _Copy
-    view: _View
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -326,25 +262,17 @@ def _unpack(packed: Any) -> Tensor:
         tensor: Tensor = packed
         return tensor
     packed.layer.prefetch()
-    back, view = packed.copy.on_device(), packed.view
-    out = torch.empty(0, dtype=view.dtype, device=back.device)
-    return out.set_(back.untyped_storage(), view.offset, view.shape, view.stride)
+    back = packed.copy.on_device()
+    out = torch.empty(0, dtype=packed.dtype, device=back.device)
+    return out.set_(back.untyped_storage(), packed.offset, packed.shape, packed.stride)
 
 
 def _key(tensor: Tensor) -> int:
-    """Tells storages apart, as long as they live."""
+    # Tells storages apart, as long as they live.
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 def make_offload(share: float, device: torch.device) -> Offload | None:
-    """What a part of a model on `device` uses; None: nothing goes anywhere."""
-    if not share:
-        return None
-    return Offload(share, CudaLanes(device) if device.type == "cuda" else PlainLanes())
+    """The offload of a part of a model on `device`; None: nothing goes to the host."""
+    return Offload(share, _CudaLanes(device) if device.type == "cuda" else Lanes()) if share else None

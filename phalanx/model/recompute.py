@@ -35,16 +35,16 @@ CHOOSING = ("selective", "mlp")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Set while the MLP's first product is made: a product is told by the module that asks for it, not by its shape, which
-# others may share. The backward pass may run in a thread of autograd's, so it is a variable of each thread.
+# Set while the MLP's first product is made: a product is recognised by the module that asks for it, not by its shape,
+# which others may share. The backward pass may run in a thread of autograd's, so it is a variable of each thread.
 _IN_FIRST_PRODUCT: ContextVar[bool] = ContextVar("in_first_product", default=False)
 
-# The modules of `phalanx.model.block` that make it; where projections are merged, those of attention are made with it.
+# The modules of a decoder block that make it; where projections are merged, those of attention are made with it.
 _FIRST_PRODUCTS = ("mlp_input", "input")
 
 
 def recomputed(level: Recompute, layer: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
-    """``layer(x)``, of which the backward pass computes again what `level` says."""
+    """``layer(x)``; the backward pass computes again what `level` says."""
     if level == "none" or not torch.is_grad_enabled():
         return layer(x_TD)
     chosen: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def recomputed(level: Recompute, layer: Callable[[Tensor], Tensor], x_TD: Tensor
 
 
 def first_product(make: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """What `make` gives: the first product of an MLP, which ``mlp`` computes again."""
+    """``make(...)``, which makes the first product of an MLP: ``mlp`` computes it again."""
     if torch.compiler.is_compiling():  # traced operators know the module that they are of
         return make(*args, **named)
     before = _IN_FIRST_PRODUCT.set(True)
@@ -66,33 +66,9 @@ def first_product(make: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
 
 
 def selective_contexts(mlp_again: bool) -> tuple[Any, Any]:
-    """The pair of contexts for `torch.utils.checkpoint.checkpoint(context_fn=...)`.
-
-    Args:
-        mlp_again: compute the first product of the MLP again, too.
-    """
-    kept = _kept_operators()
-
-    def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if operator not in kept or (mlp_again and _is_first_product()):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
-
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return contexts
-
-
-def _is_first_product() -> bool:
-    """Whether the operator that runs, or is traced, is of an MLP's first product."""
-    if _IN_FIRST_PRODUCT.get():
-        return True
-    modules = traceback.get_current_meta().get("nn_module_stack") or {}
-    return any(path.rpartition(".")[2] in _FIRST_PRODUCTS for path, _ in modules.values())
-
-
-def _kept_operators() -> frozenset[Any]:
+    """The contexts of `torch.utils.checkpoint.checkpoint(context_fn=...)`; `mlp_again`: the MLP's first product too."""
     aten = torch.ops.aten
-    return frozenset(
+    kept = frozenset(
         (
             *linear.operators(),
             aten.mm.default,
@@ -106,3 +82,18 @@ def _kept_operators() -> frozenset[Any]:
             torch.ops.higher_order.flex_attention,
         )
     )
+
+    def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if operator not in kept or (mlp_again and _is_first_product()):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def _is_first_product() -> bool:
+    if _IN_FIRST_PRODUCT.get():
+        return True
+    modules = traceback.get_current_meta().get("nn_module_stack") or {}
+    return any(path.rpartition(".")[2] in _FIRST_PRODUCTS for path, _ in modules.values())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
+from phalanx.kernels.pointwise import rotate_heads_gradient, rotated
 from phalanx.model.config import ModelConfig, RopeScaling
 
 
@@ -29,10 +30,10 @@ class Rotary(nn.Module):
         """Float32 cos and sin for the first `length` positions, or for `positions_BS`, broadcastable over heads.
 
         Returns:
-            Two tensors (S, 1, E/2), or (B, S, 1, E/2) with `positions_BS`.
+            Two tensors (S, 1, E/2), or (B, S, 1, E/2) with `positions_BS`, which are not checked.
 
         Raises:
-            UserError: `length` is more than `max_sequence`; `positions_BS` are not looked at.
+            UserError: `length` is more than `max_sequence`.
         """
         if positions_BS is None and length > self.config.max_sequence:
             raise too_long(self.config, length)
@@ -63,23 +64,20 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     scaling, size = config.rope_scaling, config.head_dim
     exponent = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float32) / size
     frequencies = 1.0 / (config.rope_theta**exponent)
-    if scaling.kind == "llama3":
-        return _llama3(frequencies, scaling), 1.0
     if scaling.kind == "yarn":
         return _yarn(frequencies, scaling, config.rope_theta), attention_factor(scaling)
-    return frequencies, 1.0
-
-
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between are blended by their turns per context."""
+    if scaling.kind == "none":
+        return frequencies, 1.0
+    # Llama 3: long waves are stretched by `factor`, short ones kept, those between blended by their turns per context.
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     context = scaling.original_max_position
     wavelength = 2 * math.pi / frequencies
     stretched = torch.where(wavelength > context / low, frequencies / scaling.factor, frequencies)
+    # Between both bounds `stretched` still has the plain frequencies.
     smooth = (context / wavelength - low) / (high - low)
     blended = (1 - smooth) * stretched / scaling.factor + smooth * stretched
     between = ~(wavelength < context / high) * ~(wavelength > context / low)
-    return torch.where(between, blended, stretched)
+    return torch.where(between, blended, stretched), 1.0
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
@@ -90,9 +88,11 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
         return size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    # Whole dimensions, as in the paper's code; gpt-oss leaves the bounds as they come.
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
+    # As the reference does where both bounds are one: a step instead of a division by zero.
     span = high - low if high != low else 0.001
     ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     kept = 1 - ramp
@@ -107,6 +107,7 @@ def attention_factor(scaling: RopeScaling) -> float:
     def derived(mscale: float) -> float:
         return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
 
+    # DeepSeek's models set both.
     if scaling.mscale and scaling.mscale_all_dim:
         return derived(scaling.mscale) / derived(scaling.mscale_all_dim)
     return derived(1.0)
@@ -119,47 +120,30 @@ class _SplitRotate(torch.autograd.Function):
     def forward(ctx: Any, qkv_BSNE: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Any:
         ctx.save_for_backward(cos, sin)
         turned = heads + kv_heads
-        qk = _rotate(qkv_BSNE[:, :, :turned], cos, sin, torch.empty_like(qkv_BSNE[:, :, :turned]))
+        if torch.compiler.is_compiling():  # The compiler fuses plain operators better than it traces in-place ones.
+            q, k, v = torch.split(qkv_BSNE, [heads, kv_heads, kv_heads], dim=2)
+            # A copy of v, too: what a function gives that the compiler traces is no view of what it got.
+            return _plain(q, cos, sin), _plain(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+        qk = rotated(qkv_BSNE[:, :, :turned], cos, sin, torch.empty_like(qkv_BSNE[:, :, :turned]))
         v = qkv_BSNE[:, :, turned:]
         # Attention keeps v: as a view it would keep all of what was projected beside what was rotated.
         return qk[:, :, :heads], qk[:, :, heads:], v if v.device.type == "cpu" else v.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cos, sin = ctx.saved_tensors
-        dq, dk, dv = grads
-        heads, kv_heads = dq.shape[2], dk.shape[2]
-        shape = (*dq.shape[:2], heads + 2 * kv_heads, dq.shape[3])
-        grad = torch.empty(shape, dtype=dq.dtype, device=dq.device)
-        _rotate(dq, cos, -sin, grad[:, :, :heads])
-        _rotate(dk, cos, -sin, grad[:, :, heads : heads + kv_heads])
-        grad[:, :, heads + kv_heads :].copy_(dv)
-        return grad, None, None, None, None
+        return rotate_heads_gradient(*grads, *ctx.saved_tensors), None, None, None, None
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotate all heads of one tensor."""
-
     @staticmethod
     def forward(ctx: Any, x_BSNE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x_BSNE, cos, sin, torch.empty_like(x_BSNE))
+        return rotated(x_BSNE, cos, sin, torch.empty_like(x_BSNE))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin, torch.empty_like(grads[0])), None, None
-
-
-def _rotate(x_BSNE: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Turn each pair of `x` by its angle into `out`; two roundings per element in low precision."""
-    half = x_BSNE.shape[-1] // 2
-    first, second = x_BSNE[..., :half], x_BSNE[..., half:]
-    cos, sin = cos.to(x_BSNE.dtype), sin.to(x_BSNE.dtype)
-    torch.mul(x_BSNE, torch.cat([cos, cos], dim=-1), out=out)  # One long product: short rows cost more than elements.
-    out[..., :half].addcmul_(second, sin, value=-1)
-    out[..., half:].addcmul_(first, sin)
-    return out
+        return rotated(grads[0], cos, -sin, torch.empty_like(grads[0])), None, None
 
 
 def rotate_heads(
@@ -172,10 +156,9 @@ def rotate_heads(
         cos, sin: (S, 1, E/2) or (B, S, 1, E/2), float32; used in the dtype of `qkv_BSNE`.
 
     Returns:
-        q (B, S, H, E), k (B, S, K, E) and v (B, S, K, E); v is a view of `qkv_BSNE`, but a copy on a GPU outside
-        ``torch.compile``.
+        q (B, S, H, E), k (B, S, K, E) and v (B, S, K, E); on a CPU v is a view of `qkv_BSNE`, on a GPU a copy.
     """
-    if torch.compiler.is_compiling():  # The compiler fuses plain operators better than it traces in-place ones.
+    if qkv_BSNE.device.type == "cpu" and torch.compiler.is_compiling():
         q, k, v = torch.split(qkv_BSNE, [heads, kv_heads, kv_heads], dim=2)
         return _plain(q, cos, sin), _plain(k, cos, sin), v
     q, k, v = _SplitRotate.apply(qkv_BSNE, cos, sin, heads, kv_heads)  # type: ignore[no-untyped-call]

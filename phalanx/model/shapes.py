@@ -41,7 +41,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Forward and backward; activation recompute is not useful work and not in it."""
+        """Forward and backward; activation recompute is not useful work, and left out."""
         return self.forward + self.backward
 
 
@@ -57,7 +57,11 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
     if config.position == "learned":
         table.append(Parameter("position_embedding", (config.max_sequence, width), "embedding"))
     for layer in range(config.layers):
-        table += _block(config, layer)
+        prefix, serial = f"layers.{layer}.", config.block == "serial"
+        table += _norm(config, prefix + ("attention.norm" if serial else "norm"), layer)
+        table += _attention(config, layer)
+        table += _norm(config, prefix + "mlp.norm", layer) if serial else []
+        table += _mlp(config, layer)
     table += _norm(config, "norm", None)
     if not config.tie_embeddings:
         table.append(Parameter("head", (config.vocab_rows, width), "head"))
@@ -91,19 +95,6 @@ def mean_keys(sequence_length: int, window: int | None) -> float:
     """Mean number of keys that a query sees in causal attention over `sequence_length` tokens."""
     seen = min(window or sequence_length, sequence_length)
     return seen * (2 * sequence_length - seen + 1) / (2 * sequence_length)
-
-
-def _block(config: ModelConfig, layer: int) -> list[Parameter]:
-    """The parameters of one block; how they are merged does not change them."""
-    prefix = f"layers.{layer}."
-    if config.block == "parallel":
-        return _norm(config, prefix + "norm", layer) + _attention(config, layer) + _mlp(config, layer)
-    return [
-        *_norm(config, prefix + "attention.norm", layer),
-        *_attention(config, layer),
-        *_norm(config, prefix + "mlp.norm", layer),
-        *_mlp(config, layer),
-    ]
 
 
 def _attention(config: ModelConfig, layer: int) -> list[Parameter]:

@@ -9,13 +9,13 @@ from phalanx.core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from phalanx.optim.adamw import AdamW
     from phalanx.optim.bad_step import BadStepJudge
-    from phalanx.optim.base import grad_norm
     from phalanx.optim.build import OptimizerSet, build_optimizer
     from phalanx.optim.came import CAME
     from phalanx.optim.config import GroupConfig, OptimConfig, ScheduleConfig
     from phalanx.optim.lamb import LAMB
     from phalanx.optim.muon import Muon
     from phalanx.optim.schedule import lr_factor
+    from phalanx.optim.skipping import grad_norm
 
 __all__ = [
     "CAME",
@@ -39,7 +39,7 @@ __getattr__, __dir__ = lazy_names(
         "phalanx.optim.bad_step": ["BadStepJudge"],
         "phalanx.optim.build": ["OptimizerSet", "build_optimizer"],
         "phalanx.optim.came": ["CAME"],
-        "phalanx.optim.base": ["grad_norm"],
+        "phalanx.optim.skipping": ["grad_norm"],
         "phalanx.optim.config": ["GroupConfig", "OptimConfig", "ScheduleConfig"],
         "phalanx.optim.lamb": ["LAMB"],
         "phalanx.optim.muon": ["Muon"],

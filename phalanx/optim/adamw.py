@@ -1,4 +1,8 @@
-"""AdamW whose moments are kept in 8 or 16 bits; with 32 it is `torch.optim.AdamW`, which the trainer then uses.
+"""AdamW (decoupled weight decay) whose moments are kept in 8, 16 or 32 bits.
+
+With 32 it is `torch.optim.AdamW`, with the same state, which the trainer then uses on a CPU. On a GPU torch's fused one
+reads and writes at little more than half of the memory's rate (docs/optimizers.md), and writes the scaled gradients
+back besides.
 
 The arithmetic is torch's, in fp32, over moments that are made fp32 on the way. On a GPU one Triton kernel does it for
 all matrices of a group, without a copy of any (`phalanx.optim.update_triton`); elsewhere the rows are taken in pieces,
@@ -12,60 +16,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.optim import base, quantise
-from phalanx.optim.base import SkippingOptimizer, refuse_unfit
+from phalanx.optim import quantise, skipping
 from phalanx.optim.groups import blocks_of
 from phalanx.optim.quantise import SCALE
+from phalanx.optim.skipping import (
+    SkippingOptimizer,
+    check_rates,
+    check_settings,
+    refuse_unfit,
+    share_step_counters,
+    step_counter,
+)
 
-_PIECE = 1 << 18
+_PIECE, _PIECE_ON_GPU = 1 << 18, 1 << 24
 """Elements that are updated at once where plain torch does it."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Names of the moments, and whether they have signs."""
 
 
 class AdamW(SkippingOptimizer):
-    """AdamW with moments of fewer bits.
-
-    Args:
-        params: parameters or groups, fp32; gradients may be of lower precision. Each group may have its own
-            ``state_bits``; other than matrices must have 32.
-        lr: learning rate.
-        betas: decay rates of the first and second moment, per step.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled: parameters shrink by ``lr * weight_decay`` before the update.
-        state_bits: 32, 16 (bfloat16, stochastic rounding) or 8 (block-wise dynamic tree quantisation).
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
+    """AdamW with moments of fewer bits, of parameters in fp32. `ValueError`: a setting is out of range."""
 
     def __init__(
         self,
+        # parameters or groups. Each group may have its own ``state_bits``; other than matrices must have 32
         params: Any,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        weight_decay: float = 1e-2,  # decoupled: parameters shrink by ``lr * weight_decay`` before the update
         *,
-        state_bits: int = 8,
+        state_bits: int = 8,  # 32, 16 (bfloat16, stochastic rounding) or 8 (block-wise dynamic tree quantisation)
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas = {betas} are not all in [0, 1): give decay rates such as (0.9, 0.95)")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} = {value} is negative: give a number of at least 0")
+        check_rates(betas)
+        check_settings(lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_bits": state_bits}
         super().__init__(params, defaults)
-        self._kernels: dict[int, Any] = {}  # by group: what the Triton kernel was last told
+        self._kernels: dict[int, Any] = {}  # by group: the last launch of the Triton kernel
         for group in self.param_groups:
-            _check_bits(group)
+            bits = group["state_bits"]
+            if bits not in (8, 16, 32):
+                raise ValueError(f"state_bits = {bits} is unknown: use 8, 16 or 32")
+            for p in group["params"]:
+                refuse_unfit(p)
+                if bits != 32 and p.dim() != 2:
+                    raise ValueError(
+                        f"state_bits = {bits} is for matrices, not shape {tuple(p.shape)}: put it into a group of 32"
+                    )
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The step counter (float64, one tensor for the whole group) and both moments, with scales if of 8 bits."""
         if parameter.dtype != torch.float32:
             raise ValueError(f"parameters of {parameter.dtype} are not updated: keep master weights in float32")
-        first = next((self.state[p] for p in group["params"] if "step" in self.state[p]), None)
-        state = {"step": torch.zeros((), dtype=torch.float64, device=parameter.device) if not first else first["step"]}
+        # Where no moment is narrow, the counter is as torch's AdamW has it, whose checkpoints are ours and ours its.
+        wide = all(each["state_bits"] == 32 for each in self.param_groups)
+        dtype = torch.float32 if wide else torch.float64
+        state = {"step": step_counter(group, self.state, parameter.device, dtype)}
         for name, signed in MOMENTS.items():
             if group["state_bits"] == 8:
                 state[name] = torch.full_like(parameter, quantise.zero_code(signed), dtype=torch.uint8)
@@ -82,9 +87,7 @@ class AdamW(SkippingOptimizer):
             for p, theirs in zip(group["params"], saved, strict=True):
                 for name, value in theirs.items():
                     self.state[p][name] = value.to(device=p.device, copy=True)
-            states = [self.state[p] for p in group["params"] if "step" in self.state[p]]
-            for state in states:
-                state["step"] = states[0]["step"]
+        share_step_counters(self)
 
     def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
         for index, group in enumerate(self.param_groups):
@@ -93,26 +96,25 @@ class AdamW(SkippingOptimizer):
                 continue
             step = self.state[parameters[0]]["step"]
             step.add_(1.0 if keep is None else keep.to(step.device))
-            numbers, seed = _numbers(group, step, grad_scale, keep), quantise.step_seed(step)
-            kernels = base.twin(parameters)
+            numbers, seed = _numbers(group, step.double(), grad_scale, keep), quantise.step_seed(step)
+            kernels = skipping.twin(parameters)
             if kernels is not None:
                 launch = self._kernels.setdefault(index, kernels.Launch())
                 states = [self.state[p] for p in parameters]
                 launch.adamw(parameters, states, numbers, seed, group["state_bits"])
                 continue
             for p in parameters:
-                self._update_one(p, group["state_bits"], numbers, seed)
-
-    def _update_one(self, p: Tensor, bits: int, numbers: Tensor, seed: Tensor) -> None:
-        """The plain reference: piece by piece of rows."""
-        assert p.grad is not None
-        state = {name: value for name, value in self.state[p].items() if name != "step"}
-        whole = {"p": p.detach(), "g": p.grad, **state}
-        if p.dim() < 2:
-            whole = {name: value.view(-1, 1) for name, value in whole.items()}
-        rows = max(1, _PIECE // max(1, whole["p"][:1].numel()))
-        for start in range(0, len(p), rows):
-            _update_rows({name: value[start : start + rows] for name, value in whole.items()}, bits, numbers, seed)
+                assert p.grad is not None
+                state = {name: value for name, value in self.state[p].items() if name != "step"}
+                whole = {"p": p.detach(), "g": p.grad, **state}
+                if p.dim() < 2:
+                    whole = {name: value.view(-1, 1) for name, value in whole.items()}
+                # A piece of rows at a time, so that what is fp32 for a moment is small.
+                piece_size = _PIECE if p.device.type == "cpu" else _PIECE_ON_GPU
+                rows = max(1, piece_size // max(1, whole["p"][:1].numel()))
+                for start in range(0, len(p), rows):
+                    piece = {name: value[start : start + rows] for name, value in whole.items()}
+                    _update_rows(piece, group["state_bits"], numbers, seed)
 
 
 _DTYPES = {32: torch.float32, 16: torch.bfloat16}
@@ -123,32 +125,24 @@ def _update_rows(rows: dict[str, Tensor], bits: int, numbers: Tensor, seed: Tens
     keep, p = kept > 0, rows["p"]
     raw = rows["g"].to(torch.float32)
     g = torch.where(keep, raw, 0.0) * inverse
-    m, v = (_read(rows, name, signed, bits) for name, signed in MOMENTS.items())
+    m, v = (
+        quantise.dequantise(rows[name], rows[name + SCALE], signed=signed) if bits == 8 else rows[name].float()
+        for name, signed in MOMENTS.items()
+    )
     m = m + to_m * (g - m)
     v = v * keep_v + g * g * to_v
     new = p * shrink - size * m / (v.sqrt() * root + eps)
     random = quantise.hashed(p, seed) if bits == 16 else None
     for (name, signed), value in zip(MOMENTS.items(), (m, v), strict=True):
-        _write(rows, name, value, keep, signed, bits, random if signed or random is None else random >> 16)
+        if bits == 8:
+            codes, scales = quantise.quantise(value, signed=signed)
+            rows[name].copy_(torch.where(keep, codes, rows[name]))
+            rows[name + SCALE].copy_(torch.where(keep, scales, rows[name + SCALE]))
+            continue
+        if random is not None:  # each moment takes 16 bits of its own
+            value = quantise.round_stochastically(value, random if signed else random >> 16)
+        rows[name].copy_(torch.where(keep, value, rows[name]))
     p.copy_(torch.where(keep, new, p))
-
-
-def _read(rows: dict[str, Tensor], name: str, signed: bool, bits: int) -> Tensor:
-    if bits == 8:
-        return quantise.dequantise(rows[name], rows[name + SCALE], signed=signed)
-    return rows[name].to(torch.float32)
-
-
-def _write(
-    rows: dict[str, Tensor], name: str, value: Tensor, keep: Tensor, signed: bool, bits: int, random: Tensor | None
-) -> None:
-    if bits == 8:
-        codes, scales = quantise.quantise(value, signed=signed)
-        rows[name].copy_(torch.where(keep, codes, rows[name]))
-        rows[name + SCALE].copy_(torch.where(keep, scales, rows[name + SCALE]))
-        return
-    stored = value if random is None else quantise.round_stochastically(value, random)
-    rows[name].copy_(torch.where(keep, stored, rows[name]))
 
 
 def _numbers(group: dict[str, Any], step: Tensor, grad_scale: Tensor | None, keep: Tensor | None) -> Tensor:
@@ -158,22 +152,10 @@ def _numbers(group: dict[str, Any], step: Tensor, grad_scale: Tensor | None, kee
     c1, c2 = 1 - beta1**step, 1 - beta2**step
     # A skipped first step leaves the counter at 0 and the corrections too; nothing is then written of the result.
     c1, c2 = (torch.where(c > 0, c, 1.0) for c in (c1, c2))
-    inverse = base.inverse_scale(grad_scale, keep, step)
+    inverse = skipping.inverse_scale(grad_scale, keep, step)
     filled = [torch.full_like(step, x) for x in (1 - lr * group["weight_decay"], group["eps"], 1 - beta1, beta2, 1.0)]
     shrink, eps, to_m, keep_v, one = filled
     kept = one if keep is None else keep.to(step)
     return torch.stack(
         [shrink, lr / c1, c2.rsqrt(), eps, to_m, keep_v, one - keep_v, one if inverse is None else inverse, kept]
     )
-
-
-def _check_bits(group: dict[str, Any]) -> None:
-    bits = group["state_bits"]
-    if bits not in (8, 16, 32):
-        raise ValueError(f"state_bits = {bits} is unknown: use 8, 16 or 32")
-    for parameter in group["params"]:
-        refuse_unfit(parameter)
-        if bits != 32 and parameter.dim() != 2:
-            raise ValueError(
-                f"state_bits = {bits} is for matrices, not shape {tuple(parameter.shape)}: put it into a group of 32"
-            )

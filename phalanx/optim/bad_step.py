@@ -20,9 +20,7 @@ class BadStepJudge:
 
     A step is bad when its loss or gradient norm is not finite, or when one of them lies more than ``sigma`` standard
     deviations above the mean of the last ``history`` finite steps (once there are ``min_history``). Only upwards: a
-    loss that falls fast is no fault. What was too large enters the history as the limit it broke, so that a lasting
-    change of level is taken as the new normal after a few steps, and only ever larger values stop the run. When the
-    policy is off, no step is bad, and the counters stay at zero.
+    loss that falls fast is no fault. When the policy is off, no step is bad, and the counters stay at zero.
 
     The state (`state_tensors`) belongs into checkpoints, so that a resumed run skips the same steps.
     """
@@ -40,29 +38,27 @@ class BadStepJudge:
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """The verdict on this step: a float32 scalar on the device, 1.0 to skip the update, 0.0 to make it.
-
-        Args:
-            loss: mean loss of the step, a scalar.
-            grad_norm: norm of the whole gradient before clipping, a scalar.
-        """
+        """The verdict, from the norm before clipping: a float32 scalar on the device, 1.0 to skip, 0.0 to update."""
         if not self._config.enabled:
             return self._good
         values = torch.stack([loss.detach(), grad_norm.detach()]).to(self._history)
         finite, limit = torch.isfinite(values).all(), self._limit()
         bad = ~finite | (values > limit).any()
+        # A value that is not finite leaves the history as it is; one that is too large enters it as the limit it broke,
+        # so that a lasting change of level becomes the new normal after a few steps.
         slot = (self._seen % self._config.history).view(1)
         entry = torch.where(finite, torch.minimum(values, limit), self._history.index_select(0, slot))
         self._history.index_copy_(0, slot, entry)
         self._seen += finite
         self._skipped += bad
         self._in_a_row.add_(1).mul_(bad)
+        # The longest run of bad steps so far: news reach the host late, and a good step in between would hide it.
         torch.maximum(self._worst, self._in_a_row, out=self._worst)
         self._mailbox.post()
         return bad.float()
 
     def _limit(self) -> Tensor:
-        """The largest loss and gradient norm that are no outliers; infinite while too little is known."""
+        """The largest loss and gradient norm that are not outliers; infinite while too little is known."""
         if not self._config.sigma:
             return torch.full_like(self._history[0], torch.inf)
         known = self._seen.clamp(max=self._config.history)
@@ -78,16 +74,8 @@ class BadStepJudge:
         return self._skipped
 
     @property
-    def in_a_row(self) -> Tensor:
-        """Updates skipped since the last one made, an int64 scalar on the device."""
-        return self._in_a_row
-
-    @property
     def hopeless(self) -> bool:
-        """Whether too many steps in a row were bad; on a GPU the news may be a step or two old.
-
-        Cheap enough for every step: it reads what has arrived and waits for nothing.
-        """
+        """Whether too many steps in a row were bad: cheap, waits for nothing; on a GPU a step or two late."""
         return self._mailbox.read() >= self._config.max_in_a_row
 
     def raise_if_hopeless(self) -> None:
@@ -107,12 +95,8 @@ class BadStepJudge:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint must hold: the tensors themselves, not copies."""
-        return {
-            "history": self._history,
-            "seen": self._seen,
-            "skipped": self._skipped,
-            "in_a_row": self._in_a_row,
-        }
+        own = {"history": self._history, "seen": self._seen}
+        return own | {"skipped": self._skipped, "in_a_row": self._in_a_row}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the state of a checkpoint.
@@ -144,14 +128,13 @@ class _Mailbox:
         self._last = 0
 
     def post(self) -> None:
-        """Send the present value, unless the one before is still on its way."""
+        # Unless the value before is still on its way: the buffer must not change under the copy.
         if self._event is not None and self._event.query():
             self._last = int(self._letter)
             self._letter.copy_(self._source, non_blocking=True)
             self._event.record()
 
     def read(self) -> int:
-        """The newest value that has arrived."""
         if self._event is None or self._event.query():
             self._last = int(self._letter)
         return self._last

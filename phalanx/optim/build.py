@@ -1,4 +1,4 @@
-"""From a config and named parameters to optimizers behind one interface."""
+"""From a config and named parameters to optimizers behind one interface, with gradient clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import UserError
+from phalanx.optim import skipping
 from phalanx.optim.adamw import AdamW
-from phalanx.optim.base import GradientNorm, Reduction, SkippingOptimizer, clip_scale, grad_norm, local
 from phalanx.optim.came import CAME
 from phalanx.optim.config import Kind, OptimConfig
 from phalanx.optim.groups import Settings, assign, bits_of
 from phalanx.optim.lamb import LAMB
 from phalanx.optim.muon import Muon
+from phalanx.optim.skipping import GradientNorm, Reduction, SkippingOptimizer, clip_scale, grad_norm, local
 
 
 class OptimizerSet:
@@ -32,10 +33,8 @@ class OptimizerSet:
         clip_norm: float,
         gradient_norm: GradientNorm = grad_norm,
     ) -> None:
-        self._parameters = dict(parameters)
-        self._optimizers = dict(optimizers)
-        self._clip_norm = clip_norm
-        self._gradient_norm = gradient_norm
+        self._parameters, self._optimizers = dict(parameters), dict(optimizers)
+        self._clip_norm, self._gradient_norm = clip_norm, gradient_norm
         for optimizer in self._optimizers.values():
             create_state(optimizer)
 
@@ -66,8 +65,14 @@ class OptimizerSet:
             found_inf: a float32 scalar on the device of the parameters; 1.0 leaves parameters and state as they are.
             grad_scale: gradients are divided by this float32 scalar (AdamW writes the quotients back to ``.grad``).
         """
+        optimizer: Any
         for optimizer in self._optimizers.values():
-            _step(optimizer, found_inf, grad_scale)
+            # The protocol of torch's fused optimizers: two attributes, set for the time of the step.
+            optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
+            try:
+                optimizer.step()
+            finally:
+                optimizer.found_inf = optimizer.grad_scale = None
 
     def zero_grad(self) -> None:
         """Set all gradients to zero in place: those of aliases are views, which None would only hide."""
@@ -93,7 +98,14 @@ class OptimizerSet:
             UserError: names are missing or unknown, or shapes or types differ.
         """
         mine = self.state_tensors()
-        _check_names(mine, tensors)
+        missing, unknown = [n for n in mine if n not in tensors], [n for n in tensors if n not in mine]
+        if missing or unknown:
+            what = [f"lacks {len(missing)} (first {missing[0]})"] if missing else []
+            what += [f"holds {len(unknown)} unknown to this run (first {unknown[0]})"] if unknown else []
+            raise UserError(
+                f"of this run's optimizer state the checkpoint {' and '.join(what)}",
+                cure="resume with the optim settings the checkpoint was made with, or start anew with train.init_from",
+            )
         for name, tensor in mine.items():
             theirs = tensors[name]
             if theirs.shape != tensor.shape or theirs.dtype != tensor.dtype:
@@ -101,26 +113,22 @@ class OptimizerSet:
                     f"optimizer state {name} is {_kind(theirs)} in the checkpoint and {_kind(tensor)} in this run",
                     cure="resume with the model the checkpoint was made with, or start anew with train.init_from",
                 )
+        # In place, and only after all have been checked: others hold on to these tensors.
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
 
 
 def build_optimizer(
     config: OptimConfig,
+    # logical name to parameter; each is one logical matrix or vector in fp32
     named_parameters: Mapping[str, torch.nn.Parameter],
     *,
-    reduction: Reduction = local,
-    gradient_norm: GradientNorm = grad_norm,
+    reduction: Reduction = local,  # completes sums over parameters that are spread over ranks
+    gradient_norm: GradientNorm = grad_norm,  # of the whole gradient, where other ranks hold parts of it
+    # shapes of all logical parameters of the model, where only parts of some are here
     whole_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> OptimizerSet:
     """Make the optimizers of `config` for logical parameters; those that need no gradient are left out.
-
-    Args:
-        config: what to build.
-        named_parameters: logical name to parameter; each is one logical matrix or vector in fp32.
-        reduction: completes sums over parameters that are spread over ranks.
-        gradient_norm: of the whole gradient, where other ranks hold parts of it.
-        whole_shapes: shapes of all logical parameters of the model, where only parts of some are here.
 
     Raises:
         UserError: a group's pattern fits nothing, there is nothing to train, or an optimizer needs whole matrices, or
@@ -131,13 +139,22 @@ def build_optimizer(
         raise UserError("there is no parameter to train", cure="leave requires_grad on for some of the model")
     shapes = whole_shapes or {name: p.shape for name, p in trained.items()}
     everywhere = assign(config, {name: len(shape) for name, shape in shapes.items()})
-    settings = {name: everywhere[name] for name in trained}
     _check_parts(config, everywhere, shapes, trained)
-    optimizers: dict[Kind, torch.optim.Optimizer] = {}
-    for kind in dict.fromkeys((config.name, *(s.kind for s in settings.values()))):
-        groups = _torch_groups(kind, settings, trained, config.state_bits, shapes)
-        if groups:
-            optimizers[kind] = _make(kind, groups, config, reduction, gradient_norm)
+    ours = config.state_bits != 32 or skipping.twin(list(trained.values())) is not None
+    # Parameters of the same settings, and, where some states have fewer bits, of as many, are one group of torch's.
+    by_kind: dict[Kind, dict[tuple[Settings, int], dict[str, Any]]] = {config.name: {}}
+    for name, parameter in trained.items():
+        chosen, bits = everywhere[name], bits_of(shapes[name], config.state_bits)
+        fresh = {"params": [], "lr": chosen.lr, "peak_lr": chosen.lr, "weight_decay": chosen.weight_decay}
+        if ours and chosen.kind == "adamw":  # torch's AdamW knows no such setting
+            fresh["state_bits"] = bits
+        group = by_kind.setdefault(chosen.kind, {}).setdefault((chosen, bits), fresh)
+        group["params"].append(parameter)
+    optimizers = {
+        kind: _make(kind, list(groups.values()), config, reduction, gradient_norm, our_adamw=ours)
+        for kind, groups in by_kind.items()
+        if groups
+    }
     return OptimizerSet(trained, optimizers, config.clip_norm, gradient_norm)
 
 
@@ -151,25 +168,6 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
             if not optimizer.state[p]:  # as Adam._init_group for fused=True
                 step = torch.zeros((), dtype=torch.float32, device=p.device)
                 optimizer.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-
-
-def _torch_groups(
-    kind: Kind,
-    settings: Mapping[str, Settings],
-    parameters: Mapping[str, torch.nn.Parameter],
-    bits: int,
-    shapes: Mapping[str, Sequence[int]],
-) -> list[dict[str, Any]]:
-    """Parameters of the same settings, and, where some states have fewer bits, of as many."""
-    groups: dict[tuple[Settings, int], dict[str, Any]] = {}
-    for name, chosen in settings.items():
-        if chosen.kind == kind:
-            own = bits_of(shapes[name], bits)
-            fresh = {"params": [], "lr": chosen.lr, "peak_lr": chosen.lr, "weight_decay": chosen.weight_decay}
-            if bits != 32:  # torch's AdamW knows no such setting
-                fresh["state_bits"] = own
-            groups.setdefault((chosen, own), fresh)["params"].append(parameters[name])
-    return list(groups.values())
 
 
 def _check_parts(
@@ -203,62 +201,25 @@ def _make(
     config: OptimConfig,
     reduction: Reduction,
     gradient_norm: GradientNorm,
+    *,
+    our_adamw: bool,
 ) -> torch.optim.Optimizer:
     betas, eps = config.betas_of(kind), config.eps_of(kind)
-    if kind == "adamw" and config.state_bits != 32:
+    if kind == "adamw" and our_adamw:
         return AdamW(groups, betas=(betas[0], betas[1]), eps=eps)
     if kind == "adamw":
         return torch.optim.AdamW(groups, betas=(betas[0], betas[1]), eps=eps, fused=True)
     if kind == "muon":
-        muon = config.muon
-        return Muon(
-            groups,
-            momentum=muon.momentum,
-            nesterov=muon.nesterov,
-            eps=eps,
-            ns_steps=muon.ns_steps,
-            adjust_lr_fn=muon.adjust_lr,
-        )
-    # Sums over ranks are taken between two compiled parts, which there are none of.
-    compiled = config.compile and reduction is local
+        options = config.muon.model_dump(include={"momentum", "nesterov", "ns_steps"})
+        return Muon(groups, eps=eps, adjust_lr_fn=config.muon.adjust_lr, **options)
+    # A compiled step is one graph, in which no sum over ranks can be taken.
+    sums: dict[str, Any] = {"reduction": reduction, "compile": config.compile and reduction is local}
     if kind == "came":
         came = config.came
         pair, triple = (eps, came.eps_residual), (betas[0], betas[1], betas[2])
-        return CAME(
-            groups, betas=triple, eps=pair, clip_threshold=came.clip_threshold, reduction=reduction, compile=compiled
-        )
-    options = config.lamb.model_dump()
+        return CAME(groups, betas=triple, eps=pair, clip_threshold=came.clip_threshold, **sums)
     clipping = None if gradient_norm is grad_norm else gradient_norm
-    return LAMB(
-        groups,
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        reduction=reduction,
-        gradient_norm=clipping,
-        compile=compiled,
-        **options,
-    )
-
-
-def _step(optimizer: Any, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-    """One step with the protocol of torch's fused optimizers: the two tensors are set as attributes for its time."""
-    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
-    try:
-        optimizer.step()
-    finally:
-        optimizer.found_inf = optimizer.grad_scale = None
-
-
-def _check_names(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    missing = [name for name in mine if name not in theirs]
-    unknown = [name for name in theirs if name not in mine]
-    if missing or unknown:
-        what = [f"lacks {len(missing)} (first {missing[0]})"] if missing else []
-        what += [f"holds {len(unknown)} unknown to this run (first {unknown[0]})"] if unknown else []
-        raise UserError(
-            f"of this run's optimizer state the checkpoint {' and '.join(what)}",
-            cure="resume with the optim settings the checkpoint was made with, or start anew with train.init_from",
-        )
+    return LAMB(groups, betas=(betas[0], betas[1]), eps=eps, gradient_norm=clipping, **sums, **config.lamb.model_dump())
 
 
 def _kind(tensor: Tensor) -> str:

@@ -1,22 +1,19 @@
 """CAME: confidence-guided adaptive memory-efficient optimization (arXiv 2307.02047, algorithm 2).
 
-*The fused step* over one matrix is compiled passes: each walks the matrix once, without a buffer of its size.
-
-A compiler for CPUs makes one loop of sums over columns and one of sums over rows, so that a matrix would be read twice
-by each pass, and the second time across its rows. Here the rows are dealt to R stacks that are walked abreast: in one
-loop the squares are summed along each stack's row, and over the stacks into a matrix R times smaller, of which the sum
-over rows is then cheap. More than four stacks were slower: too many streams for one core's cache.
-
-Shapes: N = R K rows in R stacks of K rows, M columns.
-
 Where the paper and the authors' code (yangluo7/CAME) differ this follows the code: statistics are means, not sums,
 nothing is corrected for bias, tensors of more than two dimensions are factored over the last two, and vectors keep a
 full second moment and are not divided by a confidence.
 
 Parameters of one shape are updated as a stack, so that a GPU gets as many kernels for many as for one; on a CPU each
-is a stack of its own.
+is a stack of its own. Shapes: L parameters, B leading dimensions taken together, N rows, M columns.
 
-Shapes: L parameters, B leading dimensions taken together, N rows, M columns.
+*The fused step* over one matrix is compiled passes: each walks the matrix once, without a buffer of its size.
+
+A compiler for CPUs makes one loop of sums over columns and one of sums over rows, so that a matrix would be read twice
+by each pass, and the second time across its rows. Here the rows are dealt to R stacks that are walked abreast: in one
+loop the squares are summed along each stack's row, and over the stacks into a matrix R times smaller, of which the sum
+over rows is then cheap. More than four stacks were slower: too many streams for one core's cache. Shapes: N = R K rows
+in R stacks of K rows, M columns.
 """
 
 from __future__ import annotations
@@ -27,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.optim.base import (
+from phalanx.optim.skipping import (
     Reduction,
     SkippingOptimizer,
+    check_settings,
     clean_gradients,
     inverse_scale,
     local,
@@ -38,10 +36,8 @@ from phalanx.optim.base import (
     stacks,
 )
 
-STACKS = 4
 
-
-class Numbers(NamedTuple):
+class _Numbers(NamedTuple):
     """The settings of a step as scalar tensors: Python numbers would be converted at every element."""
 
     to_average: Tensor
@@ -54,9 +50,7 @@ class Numbers(NamedTuple):
     shrink: Tensor
 
 
-class Matrix(NamedTuple):
-    """A parameter, its gradient, its average (NM) and the factors of its state (N, M, N, M)."""
-
+class _Matrix(NamedTuple):
     p: Tensor
     g: Tensor
     m: Tensor
@@ -66,47 +60,38 @@ class Matrix(NamedTuple):
     res_col: Tensor
 
 
-def stacks_of(rows: int) -> int:
-    """How many stacks the rows are dealt to: 4, 2 or 1, where 1 is not worth it."""
-    return next(n for n in (STACKS, 2, 1) if rows % n == 0)
+def _stacks_of(rows: int) -> int:
+    return next(n for n in (4, 2, 1) if rows % n == 0)  # 1 is not worth a fused step
 
 
-class FusedStep:
+class _FusedStep:
     """The compiled passes; sizes are symbols, so that matrices of all shapes with as many stacks share them.
 
     Rows are always given as RK: where a length of N and one of M are equal, a square matrix would be compiled anew.
     """
 
     def __init__(self) -> None:
-        passes = (_squares, _fused_advance, _fused_clip, _average, _fused_apply)
-        self._squares, self._advance, self._clip, self._average, self._apply = (_compiled(each) for each in passes)
+        passes: tuple[Callable[..., Any], ...] = (_squares, _fused_advance, _fused_clip, _average, _fused_apply)
+        compiled = [torch.compile(each, dynamic=True, fullgraph=True) for each in passes]
+        self._squares, self._advance, self._clip, self._average, self._apply = compiled
         self._ones: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
-    def __call__(self, matrix: Matrix, numbers: Numbers, keep: Tensor | None) -> None:
-        """Update parameter and state in place, or leave them where `keep` is false (the gradient is then zero)."""
+    def __call__(self, matrix: _Matrix, numbers: _Numbers, keep: Tensor | None) -> None:
         rows, columns = matrix.p.shape
-        stacks = stacks_of(rows)
+        stacks = _stacks_of(rows)
         p_RKM, g_RKM, m_RKM = (x.view(stacks, rows // stacks, columns) for x in (matrix.p, matrix.g, matrix.m))
         row_RK, res_row_RK = (x.view(stacks, rows // stacks) for x in (matrix.row, matrix.res_row))
+        kind = (matrix.p.device, matrix.p.dtype, columns)
+        if kind not in self._ones:
+            self._ones[kind] = matrix.p.new_ones(columns)
         # Sums over rows stay outside: compiled, they are four times slower than torch's own.
-        over_KM, over_RK = self._squares(g_RKM, self._ones_of(matrix.p))
+        over_KM, over_RK = self._squares(g_RKM, self._ones[kind])
         scales = self._advance(over_RK, over_KM.sum(0), row_RK, matrix.col, numbers.to_square, numbers.eps, keep)
         scale_RK = self._clip(g_RKM, *scales, numbers)
         over_KM, over_RK = self._average(g_RKM, m_RKM.unbind(0), scale_RK, scales[1], numbers, keep)
         rate, eps = numbers.to_instability, numbers.eps_residual
         scales = self._advance(over_RK, over_KM.sum(0), res_row_RK, matrix.res_col, rate, eps, keep)
         self._apply(p_RKM, m_RKM, *scales, numbers, keep)
-
-    def _ones_of(self, like: Tensor) -> Tensor:
-        kind = (like.device, like.dtype, like.shape[-1])
-        if kind not in self._ones:
-            self._ones[kind] = like.new_ones(like.shape[-1])
-        return self._ones[kind]
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True)
-    return compiled
 
 
 def _squares(g_RKM: Tensor, ones_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +115,7 @@ def _fused_advance(
     return (new_row_RK.mean() / new_row_RK).sqrt(), new_col_M.rsqrt()
 
 
-def _fused_clip(g_RKM: Tensor, scale_RK: Tensor, scale_M: Tensor, numbers: Numbers) -> Tensor:
+def _fused_clip(g_RKM: Tensor, scale_RK: Tensor, scale_M: Tensor, numbers: _Numbers) -> Tensor:
     """The rows' factor of the clipped update, from that of the unclipped one."""
     pairs = zip(g_RKM.unbind(0), scale_RK.unbind(0), strict=True)
     squares = [(g_KM * s_K.unsqueeze(-1)).square() for g_KM, s_K in pairs]
@@ -139,7 +124,7 @@ def _fused_clip(g_RKM: Tensor, scale_RK: Tensor, scale_M: Tensor, numbers: Numbe
 
 
 def _average(
-    g_RKM: Tensor, ms_KM: Sequence[Tensor], scale_RK: Tensor, scale_M: Tensor, numbers: Numbers, keep: Tensor | None
+    g_RKM: Tensor, ms_KM: Sequence[Tensor], scale_RK: Tensor, scale_M: Tensor, numbers: _Numbers, keep: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Advance the average; return the squares of its distance to the update, summed as in `_squares`."""
     us_KM = [g * s.unsqueeze(-1) * scale_M for g, s in zip(g_RKM.unbind(0), scale_RK.unbind(0), strict=True)]
@@ -151,7 +136,7 @@ def _average(
 
 
 def _fused_apply(
-    p_RKM: Tensor, m_RKM: Tensor, scale_RK: Tensor, scale_M: Tensor, numbers: Numbers, keep: Tensor | None
+    p_RKM: Tensor, m_RKM: Tensor, scale_RK: Tensor, scale_M: Tensor, numbers: _Numbers, keep: Tensor | None
 ) -> None:
     new = p_RKM * numbers.shrink + m_RKM * (scale_RK * numbers.minus_lr).unsqueeze(-1) * scale_M
     p_RKM.copy_(new if keep is None else torch.where(keep, new, p_RKM))
@@ -170,8 +155,6 @@ _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_
 
 
 class _Rule(NamedTuple):
-    """The settings of one group that stay the same from step to step."""
-
     beta1: float
     beta2: float
     beta3: float
@@ -209,17 +192,7 @@ _Steps = Generator[tuple[Tensor, int | None], Tensor, None]
 
 
 class CAME(SkippingOptimizer):
-    """CAME over logical matrices: factors and the clip belong to each parameter it is given.
-
-    Args:
-        params: parameters or groups, fp32 or fp64; gradients may be of lower precision.
-        lr: learning rate; the authors advise 1/3 to 1 times AdamW's.
-        betas: decay rates, per step, of the update, of the squared gradient and of the instability.
-        eps: added to the squared gradient and to the squared instability.
-        clip_threshold: bound of the root mean square of an update.
-        weight_decay: decoupled: parameters shrink by ``lr * weight_decay`` before the update.
-        reduction: completes sums over matrices that are spread over ranks.
-        compile: run the step through ``torch.compile`` (needs the local reduction).
+    """CAME over logical matrices, fp32 or fp64: factors and the clip belong to each parameter it is given.
 
     Raises:
         ValueError: a setting is out of range, or `compile` is combined with a reduction.
@@ -228,35 +201,31 @@ class CAME(SkippingOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 2e-4,
+        lr: float = 2e-4,  # the authors advise 1/3 to 1 times AdamW's
+        # decay rates, per step, of the update, of the squared gradient and of the instability
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        eps: tuple[float, float] = (1e-30, 1e-16),
-        clip_threshold: float = 1.0,
-        weight_decay: float = 0.0,
+        eps: tuple[float, float] = (1e-30, 1e-16),  # added to the squared gradient and to the squared instability
+        clip_threshold: float = 1.0,  # bound of the root mean square of an update
+        weight_decay: float = 0.0,  # decoupled: parameters shrink by ``lr * weight_decay`` before the update
         *,
-        reduction: Reduction = local,
-        compile: bool = False,
+        reduction: Reduction = local,  # completes sums over matrices that are spread over ranks
+        compile: bool = False,  # run the step through ``torch.compile`` (needs the local reduction)
     ) -> None:
-        _check(lr, betas, eps, clip_threshold, weight_decay)
-        if compile and reduction is not local:
-            raise ValueError(
-                "compile = True does not fit a reduction over ranks: leave compile off for sharded layouts"
-            )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "weight_decay": weight_decay,
-        }
+        if len(betas) != 3 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas = {betas} are not three rates in [0, 1): give for example (0.9, 0.999, 0.9999)")
+        if len(eps) != 2:
+            raise ValueError(f"eps = {eps} are not two numbers: give for example (1e-30, 1e-16)")
+        if not clip_threshold > 0:
+            raise ValueError(f"clip_threshold = {clip_threshold} is not positive: give for example 1.0")
+        check_settings(compile, reduction, lr=lr, eps=min(eps), weight_decay=weight_decay)
+        rule = {"betas": betas, "eps": eps, "clip_threshold": clip_threshold, "weight_decay": weight_decay}
         self._reduction = reduction
         self._known_counts: dict[Tensor, tuple[Tensor, ...]] = {}
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._fused = FusedStep() if compile else None
-        super().__init__(params, defaults)
+        self._fused = _FusedStep() if compile else None
+        super().__init__(params, {"lr": lr, **rule})
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The update's average; for matrices the row and column means, for vectors the second moment."""
         average = torch.zeros_like(parameter)
         if parameter.dim() < 2:
             return {"exp_avg": average, "exp_avg_sq": torch.zeros_like(parameter)}
@@ -272,9 +241,8 @@ class CAME(SkippingOptimizer):
     def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
         for group in self.param_groups:
             parameters = self._with_gradients(group)
-            if self._fused is not None:
-                inverse = inverse_scale(grad_scale, keep, parameters[0]) if parameters else None
-                parameters = self._update_fused(group, parameters, inverse, keep)
+            if self._fused is not None and parameters:
+                parameters = self._update_fused(group, parameters, grad_scale, keep)
             alone = bool(parameters) and parameters[0].is_cpu and not self.as_on_device
             if self._reduction is not local:
                 self._learn_counts(parameters)
@@ -283,32 +251,34 @@ class CAME(SkippingOptimizer):
                 gradients = stacked_gradients(alike, inverse_scale(grad_scale, keep, alike[0]), keep)
                 lr = torch.full((), float(group["lr"]), dtype=alike[0].dtype, device=alike[0].device)
                 work = self._work(alike, gradients)
-                steps = _steps(work, lr, keep, self._counts(alike), _rule(group))
-                begun.append((alike, work, steps))
+                make = _matrix_steps if work.ps[0].dim() > 1 else _vector_steps
+                steps = make(work, lr, keep, self._counts(alike), _rule(group))
                 if self._reduction is local:  # one after the other, so that temporaries stay small
                     _finish(steps)
-                    self._keep_factors(*begun.pop()[:2])
+                    self._keep_factors(alike, work)
+                else:
+                    begun.append((alike, work, steps))
             if begun:
                 _in_lockstep([(steps, alike) for alike, _, steps in begun], parameters, self._reduction)
             for alike, work, _ in begun:
                 self._keep_factors(alike, work)
 
     def _update_fused(
-        self, group: dict[str, Any], parameters: list[Tensor], inverse: Tensor | None, keep: Tensor | None
+        self, group: dict[str, Any], parameters: list[Tensor], grad_scale: Tensor | None, keep: Tensor | None
     ) -> list[Tensor]:
         """Run the compiled passes over what they are made for; return the other parameters."""
         assert self._fused is not None
+        inverse = inverse_scale(grad_scale, keep, parameters[0])
         left = []
         for p in parameters:
-            (gradient,) = clean_gradients([p], inverse, keep)
-            if _fits_fused(p, gradient):
-                self._fused(self._matrix(p, gradient), _numbers(group, p), keep)
+            (g,) = clean_gradients([p], inverse, keep)
+            # A matrix with an even number of rows, not in pieces.
+            if p.dim() == 2 and p.numel() and p.is_contiguous() and g.is_contiguous() and _stacks_of(len(p)) > 1:
+                state = (self.state[p][name] for name in ("exp_avg", *_FACTORS))
+                self._fused(_Matrix(p.detach(), g, *state), _numbers(group, p), keep)
             else:
                 left.append(p)
         return left
-
-    def _matrix(self, p: Tensor, g: Tensor) -> Matrix:
-        return Matrix(p.detach(), g, *(self.state[p][name] for name in ("exp_avg", *_FACTORS)))
 
     def _work(self, ps: list[Tensor], g: Tensor) -> _Work:
         p, states = ps[0], [self.state[p] for p in ps]
@@ -324,15 +294,14 @@ class CAME(SkippingOptimizer):
         return _Work(seen, g.view(len(ps), *shape), ms, factors, buffer.view(len(ps), *shape))
 
     def _keep_factors(self, ps: list[Tensor], work: _Work) -> None:
-        """Copy the factors of a stack back into the state of each parameter; of one alone they are views of it."""
-        if len(ps) == 1:
+        if len(ps) == 1:  # its factors are views of its state
             return
         for name, factors in zip(_FACTORS if ps[0].dim() >= 2 else ("exp_avg_sq",), work.factors, strict=True):
             own = [self.state[p][name] for p in ps]
             torch._foreach_copy_(own, list(factors.view(len(ps), *own[0].shape).unbind()))
 
     def _buffer(self, p: Tensor) -> Tensor:
-        """Memory of the size of `p`: one for all while they are updated one after the other, since fresh pages cost."""
+        # One for all while they are updated one after the other, since fresh pages cost.
         if self._reduction is not local or not p.is_cpu:
             return torch.empty_like(p)
         kind = (p.device, p.dtype)
@@ -342,7 +311,6 @@ class CAME(SkippingOptimizer):
         return self._buffers[kind][: p.numel()]
 
     def _counts(self, ps: list[Tensor]) -> _Counts:
-        """Sizes of the whole matrices, which the reduction adds up once from those of their parts."""
         rows, columns = (ps[0].shape[-2], ps[0].shape[-1]) if ps[0].dim() >= 2 else (1, ps[0].numel())
         if self._reduction is local:
             return _Counts(rows, columns, ps[0].numel())
@@ -358,13 +326,12 @@ class CAME(SkippingOptimizer):
 
 
 def _finish(steps: _Steps) -> None:
-    """Run the step of whole matrices, whose sums are complete."""
     try:
         total, _ = next(steps)
         while True:
             total, _ = steps.send(total)
     except StopIteration:
-        return
+        pass
 
 
 def _in_lockstep(
@@ -391,12 +358,6 @@ def _in_lockstep(
                 continue
 
 
-def _steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
-    if work.ps[0].dim() > 1:
-        return _matrix_steps(work, lr, keep, counts, rule)
-    return _vector_steps(work, lr, keep, counts, rule)
-
-
 def _vector_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
     second = work.factors[0]
     _advance(second, work.g.square() + rule.eps, rule.beta2, keep)
@@ -413,9 +374,14 @@ def _matrix_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts,
     buffer_LBNM = torch.mul(work.g, work.g, out=work.buffer)
     yield from _advance_factors(buffer_LBNM, 1.0, row_LBN, col_LBM, keep, counts, rule.beta2, rule.eps)
     total_LB = yield row_LBN.sum(-1), -2
-    by_row_LBN, by_col_LBM = _inverse(row_LBN, _mean(total_LB, counts.rows)), 1 / col_LBM
+    # The rows' and the columns' part of 1 / v, for the second moment v = row col / mean(row).
+    by_row_LBN, by_col_LBM = _mean(total_LB, counts.rows).unsqueeze(-1) / row_LBN, 1 / col_LBM
     # The squares of the scaled gradient, summed without building it.
-    total_L = yield (_weighted_sum(by_row_LBN, buffer_LBNM) * by_col_LBM).sum((-2, -1)), None
+    if buffer_LBNM.is_cpu:  # a product only on a CPU, since others may round its inputs (TF32)
+        weighted_LBM = torch.matmul(by_row_LBN.unsqueeze(-2), buffer_LBNM).squeeze(-2)
+    else:
+        weighted_LBM = (buffer_LBNM * by_row_LBN.unsqueeze(-1)).sum(-2)
+    total_L = yield (weighted_LBM * by_col_LBM).sum((-2, -1)), None
     scale_LBN = by_row_LBN.sqrt() * _clip(total_L / counts.elements, rule)[:, None, None]
     torch.mul(work.g, scale_LBN.unsqueeze(-1), out=buffer_LBNM)
     buffer_LBNM.mul_(by_col_LBM.sqrt().unsqueeze(-2))
@@ -425,12 +391,11 @@ def _matrix_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts,
         distance_LBNM.square_(), rule.beta1**2, res_row_LBN, res_col_LBM, keep, counts, rule.beta3, rule.eps_residual
     )
     total_LB = yield res_row_LBN.sum(-1), -2
-    scale_LBN = _inverse(res_row_LBN, _mean(total_LB, counts.rows)).sqrt() * -lr
+    scale_LBN = (_mean(total_LB, counts.rows).unsqueeze(-1) / res_row_LBN).sqrt() * -lr
     _apply(work, scale_LBN, res_col_LBM.rsqrt(), 1 - lr * rule.weight_decay, keep)
 
 
 def _move(averages: list[Tensor], values: Tensor, beta: float, keep: Tensor | None) -> Tensor:
-    """Move averages towards a stack of values, which becomes that of their distances before."""
     distances = list(values.unbind())
     torch._foreach_sub_(distances, averages)
     if keep is not None:
@@ -471,7 +436,6 @@ def _advance_factors(
     beta: float,
     eps: float,
 ) -> _Steps:
-    """Move the row and column means towards those of `square_LBNM` times `factor`, + eps."""
     total_LBN = yield square_LBNM.sum(-1), -1
     _advance(row_LBN, _mean(total_LBN, counts.columns) * factor + eps, beta, keep)
     total_LBM = yield square_LBNM.sum(-2), -2
@@ -483,20 +447,7 @@ def _mean(total: Tensor, count: Tensor | int) -> Tensor:
     return total / (count if isinstance(count, int) else count.view(-1, *[1] * (total.dim() - 1)))
 
 
-def _inverse(row_LBN: Tensor, mean_LB: Tensor) -> Tensor:
-    """The rows' part of ``1 / v`` for the second moment ``v = row col / mean(row)``."""
-    return mean_LB.unsqueeze(-1) / row_LBN
-
-
-def _weighted_sum(weight_LBN: Tensor, x_LBNM: Tensor) -> Tensor:
-    """Sum over rows, each times its weight; as a product only on a CPU, since others may round its inputs (TF32)."""
-    if x_LBNM.device.type == "cpu":
-        return torch.matmul(weight_LBN.unsqueeze(-2), x_LBNM).squeeze(-2)
-    return (x_LBNM * weight_LBN.unsqueeze(-1)).sum(-2)
-
-
 def _clip(mean_square: Tensor, rule: _Rule) -> Tensor:
-    """The factor that bounds an update's root mean square."""
     return 1 / (mean_square.sqrt() / rule.clip_threshold).clamp(min=1.0)
 
 
@@ -508,32 +459,15 @@ def _advance(average: Tensor, value: Tensor, beta: float, keep: Tensor | None) -
         average.copy_(torch.where(keep, average.lerp(value, 1 - beta), average))
 
 
-def _fits_fused(p: Tensor, g: Tensor) -> bool:
-    """Whether the compiled passes are made for this tensor: a matrix with an even number of rows, not in pieces."""
-    return p.dim() == 2 and p.numel() > 0 and p.is_contiguous() and g.is_contiguous() and stacks_of(len(p)) > 1
-
-
-def _numbers(group: dict[str, Any], like: Tensor) -> Numbers:
+def _numbers(group: dict[str, Any], like: Tensor) -> _Numbers:
     rule, lr = _rule(group), float(group["lr"])
     rates = (1 - rule.beta1, 1 - rule.beta2, 1 - rule.beta3)
     rest = (rule.eps, rule.eps_residual, rule.clip_threshold, -lr, 1 - lr * rule.weight_decay)
     # Each is filled in on the device: copied there together, the host would wait for them.
-    return Numbers(*(torch.full((), number, dtype=like.dtype, device=like.device) for number in (*rates, *rest)))
+    return _Numbers(*(torch.full((), number, dtype=like.dtype, device=like.device) for number in (*rates, *rest)))
 
 
 def _rule(group: dict[str, Any]) -> _Rule:
     beta1, beta2, beta3 = group["betas"]
     eps, eps_residual = group["eps"]
     return _Rule(beta1, beta2, beta3, eps, eps_residual, group["clip_threshold"], group["weight_decay"])
-
-
-def _check(lr: float, betas: Sequence[float], eps: Sequence[float], clip_threshold: float, weight_decay: float) -> None:
-    if len(betas) != 3 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas = {betas} are not three rates in [0, 1): give for example (0.9, 0.999, 0.9999)")
-    if len(eps) != 2:
-        raise ValueError(f"eps = {eps} are not two numbers: give for example (1e-30, 1e-16)")
-    for name, value in (("lr", lr), ("eps", min(eps)), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ValueError(f"{name} = {value} is negative: give a number of at least 0")
-    if not clip_threshold > 0:
-        raise ValueError(f"clip_threshold = {clip_threshold} is not positive: give for example 1.0")

@@ -13,16 +13,16 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
-from phalanx.optim.config import GroupConfig, Kind, OptimConfig
+from phalanx.optim.config import Kind, OptimConfig
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one parameter is updated with."""
+    """Optimizer, rate and decay of one parameter."""
 
     kind: Kind
     lr: float
@@ -36,51 +36,52 @@ def assign(config: OptimConfig, dimensions: Mapping[str, int]) -> dict[str, Sett
     embeddings and ``head``, AdamW the rest. Groups of the config come last, in their order.
 
     Args:
-        config: the optimizer's config.
         dimensions: number of dimensions by logical name.
 
     Raises:
         UserError: a pattern fits no name, or a group gives a parameter that is not a matrix to Muon.
     """
-    result = {name: _base(config, name, dims) for name, dims in dimensions.items()}
+    result: dict[str, Settings] = {}
+    for name, dims in dimensions.items():
+        kind: Kind = config.name
+        # Muon is made for the matrices of hidden layers; its authors give embeddings and the head to AdamW.
+        if kind == "muon" and (dims != 2 or _is_embedding(name) or name.rsplit(".", 1)[-1] == "head"):
+            kind = "adamw"
+        result[name] = Settings(kind, config.lr_of(kind), _decay(config, kind, name, dims))
+    # In the order of the config, so that of several groups that fit a name the last one decides.
     for index, group in enumerate(config.groups):
+        where = {"field": f"optim.groups.{index}.pattern", "value": group.pattern}
         fitting = [name for name in dimensions if _fits(group.pattern, name)]
         if not fitting:
-            raise _no_fit(index, group.pattern, dimensions)
+            known = list(dimensions)
+            near = difflib.get_close_matches(group.pattern, known, n=3, cutoff=0.4) or known[:3]
+            raise UserError("fits no parameter", cure=f"names are such as {', '.join(near)}", **where)
         for name in fitting:
-            result[name] = _override(config, result[name], group, name, dimensions[name])
-    for index, group in enumerate(config.groups):
-        if group.optimizer == "muon":
-            _check_matrices(index, group, dimensions)
+            chosen = result[name]
+            # Another optimizer has a rate and a decay of its own: a rate that suits Muon is far too high for AdamW.
+            if group.optimizer is not None and group.optimizer != chosen.kind:
+                decay = _decay(config, group.optimizer, name, dimensions[name])
+                chosen = Settings(group.optimizer, config.lr_of(group.optimizer), decay)
+            lr = (group.lr or chosen.lr) * (1.0 if group.lr_scale is None else group.lr_scale)
+            decay = chosen.weight_decay if group.weight_decay is None else group.weight_decay
+            result[name] = Settings(chosen.kind, lr, decay)
+        wrong = next((name for name in fitting if dimensions[name] != 2), None)
+        if group.optimizer == "muon" and wrong is not None:
+            raise UserError(
+                f"fits {wrong}, which is no matrix, and gives it to muon",
+                cure="narrow the pattern to matrices or choose another optimizer",
+                **where,
+            )
     return result
 
 
-def is_embedding(name: str) -> bool:
-    """Whether a logical parameter is looked up by token or position."""
+def _is_embedding(name: str) -> bool:
     return "embedding" in name.rsplit(".", 1)[-1]
 
 
-def _base(config: OptimConfig, name: str, dims: int) -> Settings:
-    matrix = dims >= 2 and not is_embedding(name)
-    kind: Kind = config.name
-    if kind == "muon" and (dims != 2 or not matrix or name.rsplit(".", 1)[-1] == "head"):
-        kind = "adamw"
-    return Settings(kind, config.lr_of(kind), _decay(config, kind, name, dims))
-
-
 def _decay(config: OptimConfig, kind: Kind, name: str, dims: int) -> float:
-    decayed = config.decay_vectors if dims < 2 else not is_embedding(name) or config.decay_embeddings
+    decayed = config.decay_vectors if dims < 2 else not _is_embedding(name) or config.decay_embeddings
     return config.weight_decay_of(kind) if decayed else 0.0
-
-
-def _override(config: OptimConfig, base: Settings, group: GroupConfig, name: str, dims: int) -> Settings:
-    if group.optimizer is not None and group.optimizer != base.kind:
-        base = Settings(group.optimizer, config.lr_of(group.optimizer), _decay(config, group.optimizer, name, dims))
-    if group.lr is not None:
-        base = replace(base, lr=group.lr)
-    if group.lr_scale is not None:
-        base = replace(base, lr=base.lr * group.lr_scale)
-    return base if group.weight_decay is None else replace(base, weight_decay=group.weight_decay)
 
 
 def _fits(pattern: str, name: str) -> bool:
@@ -89,28 +90,8 @@ def _fits(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
-def _no_fit(index: int, pattern: str, names: Iterable[str]) -> UserError:
-    known = list(names)
-    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:3]
-    return UserError(
-        "fits no parameter",
-        cure=f"names are such as {', '.join(near)}",
-        field=f"optim.groups.{index}.pattern",
-        value=pattern,
-    )
-
-
-def _check_matrices(index: int, group: GroupConfig, dimensions: Mapping[str, int]) -> None:
-    wrong = next((name for name, dims in dimensions.items() if dims != 2 and _fits(group.pattern, name)), None)
-    if wrong is not None:
-        raise UserError(
-            f"fits {wrong}, which is no matrix, and gives it to muon",
-            cure="narrow the pattern to matrices or choose another optimizer",
-            field=f"optim.groups.{index}.pattern",
-            value=group.pattern,
-        )
-
-
+# By the names that optimizers give their state. An unknown one is refused, so that a new kind of state is never cut
+# wrongly.
 LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
 SCALES = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
 ROWS = frozenset({"exp_avg_sq_row", "exp_avg_res_row"})
@@ -136,6 +117,7 @@ def bits_of(shape: Sequence[int], bits: int) -> int:
 def moment_bytes(shape: Sequence[int], bits: int) -> int:
     """Of one moment of a logical parameter, with its scales."""
     numel, bits = math.prod(shape), bits_of(shape, bits)
+    # A scale is fp32 and belongs to a block of a row: a split between rows never cuts a block.
     return numel * bits // 8 + (4 * shape[0] * blocks_of(shape[1]) if bits == 8 else 0)
 
 

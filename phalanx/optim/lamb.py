@@ -14,21 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.optim import base
-from phalanx.optim.base import (
+from phalanx.optim import skipping
+from phalanx.optim.skipping import (
     GradientNorm,
     Reduction,
     SkippingOptimizer,
     bundles,
+    check_rates,
+    check_settings,
     clean_gradients,
     inverse_scale,
     local,
+    share_step_counters,
+    step_counter,
 )
 
 
 class _Rule(NamedTuple):
-    """The settings of one group that are constants in a compiled step."""
-
     beta1: float
     beta2: float
     weight_decay: float
@@ -38,23 +40,7 @@ class _Rule(NamedTuple):
 
 
 class LAMB(SkippingOptimizer):
-    """LAMB over logical matrices: one trust ratio for each parameter it is given.
-
-    Args:
-        params: parameters or groups, fp32 or fp64; gradients may be of lower precision.
-        lr: learning rate.
-        betas: decay rates of the first and second moment, per step.
-        eps: added to the root of the second moment.
-        weight_decay: added to the update, times the parameter, before the trust ratio is taken.
-        bias_correction: divide the moments by ``1 - beta**step`` (timm and apex do, cybertronai does not).
-        max_grad_norm: clip the norm of all gradients of this optimizer inside the step; None leaves them.
-        always_adapt: use the trust ratio also for groups without weight decay (apex calls it ``use_nvlamb``).
-        trust_clip: bound the trust ratio by 1.
-        max_weight_norm: bound the parameter's norm in the trust ratio (cybertronai: 10); None for no bound.
-        reduction: completes sums over matrices that are spread over ranks.
-        gradient_norm: for `max_grad_norm`, where other ranks hold parts of the gradient.
-        compile: on a CPU, run the step through ``torch.compile`` (one graph for all shapes; needs the local
-            reduction). On a GPU three Triton kernels do it in any case.
+    """LAMB over logical matrices: one trust ratio for each parameter it is given, fp32 or fp64.
 
     Raises:
         ValueError: a setting is out of range, or `compile` is combined with a reduction.
@@ -66,22 +52,25 @@ class LAMB(SkippingOptimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
-        weight_decay: float = 0.01,
+        weight_decay: float = 0.01,  # added to the update, times the parameter, before the trust ratio is taken
         *,
+        # divide the moments by ``1 - beta**step`` (timm and apex do, cybertronai does not)
         bias_correction: bool = True,
+        # clip the norm of all gradients of this optimizer inside the step; None leaves them
         max_grad_norm: float | None = None,
+        # use the trust ratio also for groups without weight decay (apex calls it ``use_nvlamb``)
         always_adapt: bool = False,
-        trust_clip: bool = False,
+        trust_clip: bool = False,  # bound the trust ratio by 1
+        # bound the parameter's norm in the trust ratio (cybertronai: 10); None for no bound
         max_weight_norm: float | None = None,
-        reduction: Reduction = local,
-        gradient_norm: GradientNorm | None = None,
+        reduction: Reduction = local,  # completes sums over matrices that are spread over ranks
+        gradient_norm: GradientNorm | None = None,  # for `max_grad_norm`, where other ranks hold parts of the gradient
+        # on a CPU, run the step through ``torch.compile`` (one graph for all shapes; needs the local reduction). On a
+        # GPU three Triton kernels do it in any case
         compile: bool = False,
     ) -> None:
-        _check(lr, betas, eps, weight_decay)
-        if compile and reduction is not local:
-            raise ValueError(
-                "compile = True does not fit a reduction over ranks: leave compile off for sharded layouts"
-            )
+        check_settings(compile, reduction, lr=lr, eps=eps, weight_decay=weight_decay)
+        check_rates(betas)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -93,27 +82,21 @@ class LAMB(SkippingOptimizer):
             "max_weight_norm": max_weight_norm,
         }
         self.max_grad_norm = max_grad_norm
-        self._reduction = reduction
-        self._gradient_norm = gradient_norm
-        self._launches: dict[Tensor, Any] = {}  # by first parameter: what the Triton kernels were last told
+        self._reduction, self._gradient_norm = reduction, gradient_norm
+        self._launches: dict[Tensor, Any] = {}  # by first parameter: the last launch of the Triton kernels
         self._compiled: Callable[..., None] | None = (
             torch.compile(_compiled_step, dynamic=True, fullgraph=True) if compile else None
         )
         super().__init__(params, defaults)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """First and second moment, and the step counter (float64, one tensor for the whole group)."""
-        first = next((self.state[p] for p in group["params"] if "step" in self.state[p]), None)
-        step = torch.zeros((), dtype=torch.float64, device=parameter.device) if first is None else first["step"]
+        step = step_counter(group, self.state, parameter.device)
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As torch's; the counter of a group is one tensor again."""
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            states = [self.state[p] for p in group["params"] if "step" in self.state[p]]
-            for state in states:
-                state["step"] = states[0]["step"]
+        share_step_counters(self)
 
     def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
         found = [(group, self._with_gradients(group)) for group in self.param_groups]
@@ -126,12 +109,19 @@ class LAMB(SkippingOptimizer):
             scalars = _scalars(group, step)
             inverse = inverse_scale(grad_scale, keep, parameters[0])
             for bundle in bundles(parameters, together=self._reduction is not local or self.as_on_device):
-                kernels = base.twin(bundle)
-                if kernels is not None:
-                    launch = self._launches.setdefault(bundle[0], kernels.Launch())
-                    self._launch(launch, group, bundle, keep, inverse, scalars)
-                else:
+                kernels = skipping.twin(bundle)
+                if kernels is None:
                     self._update_bundle(group, bundle, keep, inverse, scalars)
+                    continue
+                # On a GPU: three kernels for the whole bundle.
+                one = torch.ones_like(scalars[0])
+                rest = [one if inverse is None else inverse.to(scalars), one if keep is None else keep.to(scalars)]
+                numbers = torch.cat([scalars, torch.stack(rest)]).to(bundle[0])
+                launch = self._launches.setdefault(bundle[0], kernels.Launch())
+                squares = launch.lamb_moments(bundle, [self.state[p] for p in bundle], numbers)
+                if self._reduction is not local:
+                    squares = torch.stack(self._reduction(list(squares.unbind()), bundle, None))
+                launch.lamb_apply(numbers, _factors(squares, numbers, keep, _rule(group)))
 
     def _clipping_scale(self, parameters: list[Tensor], grad_scale: Tensor | None, limit: float) -> Tensor:
         """The divisor that brings the norm of all gradients, already divided by `grad_scale`, down to `limit`."""
@@ -143,24 +133,6 @@ class LAMB(SkippingOptimizer):
             total = torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
         scale = torch.ones_like(total) if grad_scale is None else grad_scale.to(total)
         return torch.maximum(scale, total / limit)
-
-    def _launch(
-        self,
-        launch: Any,
-        group: dict[str, Any],
-        ps: list[Tensor],
-        keep: Tensor | None,
-        inverse: Tensor | None,
-        scalars: Tensor,
-    ) -> None:
-        """The step of a bundle by three kernels."""
-        one = torch.ones_like(scalars[0])
-        rest = [one if inverse is None else inverse.to(scalars), one if keep is None else keep.to(scalars)]
-        numbers = torch.cat([scalars, torch.stack(rest)]).to(ps[0])
-        squares = launch.lamb_moments(ps, [self.state[p] for p in ps], numbers)
-        if self._reduction is not local:
-            squares = torch.stack(self._reduction(list(squares.unbind()), ps, None))
-        launch.lamb_apply(numbers, _factors(squares, numbers, keep, _rule(group)))
 
     def _update_bundle(
         self, group: dict[str, Any], ps: list[Tensor], keep: Tensor | None, inverse: Tensor | None, scalars: Tensor
@@ -262,11 +234,3 @@ def _rule(group: dict[str, Any]) -> _Rule:
     adapt = bool(group["weight_decay"] != 0 or group["always_adapt"])
     beta1, beta2 = group["betas"]
     return _Rule(beta1, beta2, group["weight_decay"], adapt, group["trust_clip"], math.inf if limit is None else limit)
-
-
-def _check(lr: float, betas: tuple[float, ...], eps: float, weight_decay: float) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ValueError(f"{name} = {value} is negative: give a number of at least 0")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas = {betas} are not all in [0, 1): give decay rates such as (0.9, 0.999)")

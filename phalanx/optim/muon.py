@@ -17,48 +17,32 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.linear import cpu_has_fast_bf16
-from phalanx.optim.base import SkippingOptimizer, inverse_scale, stacked, stacked_gradients, stacks
+from phalanx.optim.skipping import SkippingOptimizer, check_settings, inverse_scale, stacked, stacked_gradients, stacks
 
 # Keller Jordan's coefficients, as in torch: steepest at zero.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(SkippingOptimizer):
-    """Muon for matrices.
-
-    Args:
-        params: parameters or groups of two dimensions, fp32 or fp64.
-        lr: learning rate.
-        weight_decay: decoupled: parameters shrink by ``lr * weight_decay`` before the update.
-        momentum: decay rate of the momentum, per step.
-        nesterov: look one momentum step ahead.
-        ns_coefficients: of the quintic Newton-Schulz polynomial.
-        eps: least norm a matrix is divided by.
-        ns_steps: Newton-Schulz iterations, in bfloat16; in float32 on a CPU without bfloat16 in hardware.
-        adjust_lr_fn: ``"original"`` scales an update by ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by
-            ``0.2 sqrt(max(rows, columns))`` so that it is as large as AdamW's (arXiv 2502.16982).
-
-    Raises:
-        ValueError: a parameter is not a matrix, or a setting is out of range.
-    """
+    """Muon for matrices, fp32 or fp64. `ValueError`: a parameter is not a matrix, or a setting is out of range."""
 
     def __init__(
         self,
         params: Any,
         lr: float = 1e-3,
-        weight_decay: float = 0.1,
+        weight_decay: float = 0.1,  # decoupled: parameters shrink by ``lr * weight_decay`` before the update
         momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        eps: float = 1e-7,
-        ns_steps: int = 5,
+        nesterov: bool = True,  # look one momentum step ahead
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,  # of the quintic Newton-Schulz polynomial
+        eps: float = 1e-7,  # least norm a matrix is divided by
+        ns_steps: int = 5,  # Newton-Schulz iterations, in bfloat16; in float32 on a CPU without bfloat16 in hardware
+        # ``"original"`` scales an update by ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by ``0.2
+        # sqrt(max(rows, columns))`` so that it is as large as AdamW's (arXiv 2502.16982)
         adjust_lr_fn: str = "original",
     ) -> None:
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn = {adjust_lr_fn!r} is unknown: use 'original' or 'match_rms_adamw'")
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-            if not value >= 0:
-                raise ValueError(f"{name} = {value} is negative: give a number of at least 0")
+        check_settings(lr=lr, weight_decay=weight_decay, momentum=momentum)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -88,8 +72,8 @@ class Muon(SkippingOptimizer):
                 self._update_stack(group, alike, stacked_gradients(alike, inverse, keep), keep)
 
     def _update_stack(self, group: dict[str, Any], ps: list[Tensor], g_LNM: Tensor, keep: Tensor | None) -> None:
-        """Update matrices of one shape, given their gradients: the number of kernels is the same for any number."""
         momentum, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
+        # Matrices of one shape: the number of kernels is the same for any number of them.
         buffers, gs = [self.state[p]["momentum_buffer"] for p in ps], list(g_LNM.unbind())
         if keep is None:
             torch._foreach_lerp_(buffers, gs, 1 - momentum)
@@ -113,24 +97,20 @@ class Muon(SkippingOptimizer):
             updates = updates.to(g_LNM.dtype, memory_format=torch.contiguous_format)
         if keep is not None:
             updates = torch.where(keep, updates, 0.0)
-        size = -lr * _adjustment(group["adjust_lr_fn"], ps[0].shape)
-        torch._foreach_add_(ps, list(updates.view_as(g_LNM).unbind()), alpha=size)
+        rows, columns = ps[0].shape
+        if group["adjust_lr_fn"] == "original":
+            adjustment = math.sqrt(max(1.0, rows / columns))
+        else:
+            adjustment = 0.2 * math.sqrt(max(rows, columns))
+        torch._foreach_add_(ps, list(updates.view_as(g_LNM).unbind()), alpha=-lr * adjustment)
 
 
 def orthogonalise(
-    x: Tensor,
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-    dtype: torch.dtype = torch.bfloat16,
+    x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """The nearest (about) semi-orthogonal matrix, in `dtype`: ``U V^T`` of ``x = U S V^T``.
+    """The nearest (about) semi-orthogonal matrix of one or of a stack, in `dtype`: ``U V^T`` of ``x = U S V^T``.
 
-    Args:
-        x: a matrix, or a stack of them along the first dimension.
-        coefficients: a, b, c of the iteration ``x <- a x + b (x x^T) x + c (x x^T)^2 x``.
-        steps: iterations.
-        eps: least Frobenius norm a matrix is divided by.
+    The iteration is ``x <- a x + b (x x^T) x + c (x x^T)^2 x``; `eps` is the least Frobenius norm that is divided by.
     """
     a, b, c = coefficients
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
@@ -143,8 +123,3 @@ def orthogonalise(
         gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
         x = multiply_add(x, gram, x, beta=a)
     return x.mT if tall else x
-
-
-def _adjustment(kind: str, shape: torch.Size) -> float:
-    rows, columns = shape
-    return math.sqrt(max(1.0, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))

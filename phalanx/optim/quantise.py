@@ -61,7 +61,6 @@ def nearest_codes(unit: Tensor, *, signed: bool) -> Tensor:
 
 @functools.cache
 def _lookup(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The borders, and the code of the least value with given upper 16 bits."""
     words = torch.arange(1 << 16, dtype=torch.int64) << 16
     words = torch.where(words >= 1 << 31, (words | 0xFFFF) - (1 << 32), words)  # the least of them, if it has a sign
     values = words.to(torch.int32).view(torch.float32)
@@ -97,8 +96,7 @@ def dequantise(codes_NM: Tensor, scale_NK: Tensor, *, signed: bool) -> Tensor:
 def hashed(weight_NM: Tensor, seed: Tensor) -> Tensor:
     """32 random bits (int64) for each element: of its column, the upper half of its weight (fp32), and a seed.
 
-    The lower half is left out, so that layouts whose sums differ in the last bits round alike all the same. Two rounds
-    of the finaliser of MurmurHash3 (Austin Appleby, public domain).
+    The lower half is left out, so that layouts whose sums differ in the last bits round alike all the same.
     """
     columns = torch.arange(weight_NM.shape[1], device=weight_NM.device)
     upper_NM = weight_NM.contiguous().view(torch.int32).to(torch.int64) & 0xFFFF0000
@@ -121,6 +119,7 @@ def step_seed(step: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
+    # The finaliser of MurmurHash3 (Austin Appleby, public domain).
     x = x & _WORD
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _WORD
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _WORD

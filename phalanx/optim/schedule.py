@@ -26,15 +26,31 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
         UserError: the warm-up is longer than the run, or meets the decay of ``wsd``.
     """
     warmup = warmup_steps(config, total_steps)
-    _check_room(config, warmup, total_steps)
+    decay = max(round(config.decay_fraction * total_steps), 1) if config.kind == "wsd" else 0
+    if warmup and warmup + decay > total_steps:
+        what = f"and a decay of {decay} steps do" if decay else "does"
+        raise UserError(
+            f"{what} not fit a run of {total_steps} steps",
+            cure="warm up for fewer steps or train longer",
+            field="optim.schedule.warmup_steps",
+            value=warmup,
+        )
+    # Counted from 1: a first step at a rate of 0 would change nothing.
     if step < warmup:
         return (step + 1) / warmup
     if config.kind == "constant":
         return 1.0
-    start = total_steps - _decay_steps(config, total_steps) if config.kind == "wsd" else warmup
+    start = total_steps - decay if config.kind == "wsd" else warmup
+    # Bounded, so that steps beyond the end, of a run that goes on longer, stay at `min_ratio`; a run that is all
+    # warm-up has no decay to divide by.
     done = min(max(step - start, 0) / max(total_steps - start, 1), 1.0)
     shape = config.decay_shape if config.kind == "wsd" else config.kind
-    return config.min_ratio + (1 - config.min_ratio) * _left(shape, done)
+    # "sqrt" falls fastest at its beginning (Hägele et al., arXiv 2405.18392).
+    if shape == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        left = 1 - math.sqrt(done) if shape == "sqrt" else 1 - done
+    return config.min_ratio + (1 - config.min_ratio) * left
 
 
 def batch_size(config: BatchWarmupConfig, step: int, full: int) -> int:
@@ -80,28 +96,6 @@ def _stages(config: BatchWarmupConfig, full: int) -> Iterator[tuple[int, int]]:
             field="optim.batch_warmup.start",
             value=config.start,
         )
+    # A stage that is given in samples takes fewer steps the larger its batch is.
     for size in range(config.start, full, config.increment):
         yield size, config.every_steps or math.ceil(config.every_samples / size)
-
-
-def _decay_steps(config: ScheduleConfig, total_steps: int) -> int:
-    return max(round(config.decay_fraction * total_steps), 1)
-
-
-def _left(shape: str, done: float) -> float:
-    """How much of the way from 1 to 0 is left when the share `done` of the decay is over."""
-    if shape == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
-    return 1 - math.sqrt(done) if shape == "sqrt" else 1 - done
-
-
-def _check_room(config: ScheduleConfig, warmup: int, total_steps: int) -> None:
-    decay = _decay_steps(config, total_steps) if config.kind == "wsd" else 0
-    if warmup and warmup + decay > total_steps:
-        what = f"and a decay of {decay} steps do" if decay else "does"
-        raise UserError(
-            f"{what} not fit a run of {total_steps} steps",
-            cure="warm up for fewer steps or train longer",
-            field="optim.schedule.warmup_steps",
-            value=warmup,
-        )

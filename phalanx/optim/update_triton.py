@@ -1,7 +1,7 @@
 """Updates of many parameters in one launch: the Triton twins of `phalanx.optim.adamw` and `phalanx.optim.lamb`.
 
-A launch is told where parameters, gradients and states lie by a table of addresses, and each of its programs which tile
-of which parameter is its own. All of them are read once (LAMB reads all but the gradient twice: the length of an update
+A launch finds parameters, gradients and states by a table of addresses, and each of its programs its tile of a
+parameter by another. All of them are read once (LAMB reads all but the gradient twice: the length of an update
 is known only when all of it has been seen) and nothing is copied. Arithmetic is fp32; numbers of the step come from the
 device, and a skipped step writes nothing.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from phalanx.optim import quantise
 from phalanx.optim.groups import BLOCK
 
-_ROWS = 16
+_ROWS = 8
 _WIDTH = BLOCK
 _WARPS = 8
 
@@ -67,7 +67,6 @@ def _mix(x):
 
 @triton.jit
 def _rounded(x, bits):
-    """bfloat16, stochastically, by the lowest 16 of the random bits."""
     word = x.to(tl.uint32, bitcast=True)
     finite = (word & 0x7F800000) != 0x7F800000
     word = tl.where(finite, word + (bits & 0xFFFF), word) & 0xFFFF0000
@@ -162,7 +161,6 @@ def _adamw(
 
 @triton.jit
 def _lamb_update(p, m, v, numbers):
-    """Adam's update plus decay, not yet scaled."""
     return m / (tl.sqrt(v) * tl.load(numbers + 1) + tl.load(numbers + 2)) + p * tl.load(numbers + 6)
 
 
@@ -171,7 +169,6 @@ def _lamb_moments(
     table, shapes, tiles, numbers, sums,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Advance the moments; leave the squares of weights and updates, added up over the tile."""
     parameter, offsets, inside, _, _, _ = _tile(shapes, tiles, numbers, ROWS, WIDTH, ALIGNED)
     p = tl.load(_address(table, parameter, 0, tl.float32, ALIGNED) + offsets, mask=inside, other=0.0)
     g = tl.load(_address(table, parameter, 1, GRADIENT, ALIGNED) + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -214,7 +211,7 @@ def _lamb_apply(table, shapes, tiles, numbers, factors, ALIGNED: tl.constexpr, R
 
 
 class Launch:
-    """What the kernels are told of the parameters of one group; made again only where something lies elsewhere."""
+    """Where the kernels find the parameters of one group; made again only where something lies elsewhere."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []
@@ -229,16 +226,8 @@ class Launch:
         seed: Tensor,
         bits: int,
     ) -> None:
-        """See `phalanx.optim.adamw`.
-
-        Args:
-            parameters: fp32, with gradients, all of one dtype.
-            states: of each parameter: its moments, and their scales.
-            numbers: of the step, fp64.
-            seed: of stochastic rounding, int64.
-            bits: of the moments.
-        """
-        gradients = self._tell(parameters, states, by_rows=bits != 32)
+        """The step of `phalanx.optim.adamw`, of fp32 parameters with gradients of one dtype; `seed`: of rounding."""
+        gradients = self._update_table(parameters, states, by_rows=bits != 32)
         if self._books is None:
             pad = parameters[0].new_zeros(1)
             device = parameters[0].device
@@ -255,7 +244,7 @@ class Launch:
         self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], numbers: Tensor
     ) -> Tensor:
         """Advance the moments; return the squared norms (P, [weights, update])."""
-        gradients = self._tell(parameters, states, by_rows=False)
+        gradients = self._update_table(parameters, states, by_rows=False)
         squares = parameters[0].new_empty(len(parameters), 2)
         sums = parameters[0].new_empty(max(self._tiles, 1), 2)
         if self._tiles:
@@ -273,7 +262,7 @@ class Launch:
                 self._table, self._shapes, self._places, numbers, factors.contiguous(), **self._constants
             )
 
-    def _tell(
+    def _update_table(
         self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], *, by_rows: bool
     ) -> list[Tensor]:
         """Bring the table up to date; return the gradients, which must live until the kernel is launched."""
@@ -286,8 +275,17 @@ class Launch:
             addresses += [x.data_ptr() for x in (p, g, *moments, *scales)]
         sizes = [(p.shape[0], p.shape[1]) if by_rows else (min(p.numel(), 1), p.numel()) for p in parameters]
         if sizes != self._sizes:
+            # Cut the parameters into tiles: (parameter, first block) of each, and the first tile of each parameter.
             self._sizes = sizes
-            self._lay_out(device)
+            shapes = torch.tensor(sizes, dtype=torch.int64)
+            blocks = shapes[:, 0] * ((shapes[:, 1] + _WIDTH - 1) // _WIDTH)
+            counts = (blocks + _ROWS - 1) // _ROWS
+            ends = counts.cumsum(0)
+            owner = torch.repeat_interleave(counts)
+            first = (torch.arange(len(owner)) - (ends - counts)[owner]) * _ROWS
+            self._tiles = len(owner)
+            self._shapes, self._places = _sent(shapes, device), _sent(torch.stack([owner, first], 1), device)
+            self._ranges = _sent(torch.cat([torch.zeros(1, dtype=torch.int64), ends]), device)
         if addresses != self._addresses:
             self._addresses = addresses
             self._table = _sent(torch.tensor(addresses, dtype=torch.int64), device)
@@ -297,23 +295,11 @@ class Launch:
             }  # fmt: skip
         return gradients
 
-    def _lay_out(self, device: torch.device) -> None:
-        """Cut the parameters into tiles: (parameter, first block) of each, and the first tile of each parameter."""
-        shapes = torch.tensor(self._sizes, dtype=torch.int64)
-        blocks = shapes[:, 0] * ((shapes[:, 1] + _WIDTH - 1) // _WIDTH)
-        counts = (blocks + _ROWS - 1) // _ROWS
-        ends = counts.cumsum(0)
-        owner = torch.repeat_interleave(counts)
-        first = (torch.arange(len(owner)) - (ends - counts)[owner]) * _ROWS
-        self._tiles = len(owner)
-        self._shapes, self._places = _sent(shapes, device), _sent(torch.stack([owner, first], 1), device)
-        self._ranges = _sent(torch.cat([torch.zeros(1, dtype=torch.int64), ends]), device)
-
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, without the host waiting for it."""
     if device.type == "cpu":
         return tensor.contiguous()
+    # From pinned memory, so that the host does not wait.
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 

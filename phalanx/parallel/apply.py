@@ -30,49 +30,38 @@ from phalanx.parallel.pipeline.schedules import Placement, placement_of
 from phalanx.parallel.pipeline.split import StageSpan, split_stages
 from phalanx.parallel.stage import Stage
 from phalanx.parallel.tensor.tensor_parallel import GatheredInput, ScatteredOutput, spread_tensor
-from phalanx.parallel.zero.chunk import Initial, ShardedChunk
+from phalanx.parallel.zero.chunk import ShardedChunk
+from phalanx.telemetry.spans import Recorder
 
 
 @dataclass(frozen=True)
 class Build:
-    """How the parts of a model are made, whatever the layout.
+    """How the parts of a model are made, whatever the layout."""
 
-    Attributes:
-        sequence_length: of the samples, tokens.
-        compute_dtype: of matrix products; master weights are float32.
-        seed: of the initial weights.
-        offload: share of each stage's layers whose activations wait on the host.
-        blank: leave the weights zero, since a restore fills them next.
-        compile: compile each block, without what waits for other ranks inside of one.
-        fp8_layers: those whose matrices are multiplied in 8 bits.
-        registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
-            are none.
-    """
-
-    sequence_length: int
+    sequence_length: int  # of the samples, tokens
     device: torch.device
-    compute_dtype: torch.dtype
-    seed: int
-    blank: bool = False
+    compute_dtype: torch.dtype  # of matrix products; master weights are float32
+    seed: int  # of the initial weights
+    blank: bool = False  # leave the weights zero, since a restore fills them next
     recompute: Recompute = "none"
-    offload: float = 0.0
-    compile: bool = False
-    fp8_layers: Container[int] = ()
+    offload: float = 0.0  # share of each stage's layers whose activations wait on the host
+    compile: bool = False  # compile each block, without what waits for other ranks inside of one
+    fp8_layers: Container[int] = ()  # those whose matrices are multiplied in 8 bits
+    # the name under which torch finds a group, for operators over symmetric memory; None: there are none
     registered: Callable[[Group], str] | None = None
+    recorder: Recorder | None = None  # where passes are recorded
 
 
 def build_engine(model: ModelConfig, config: ParallelConfig, groups: Groups, build: Build) -> Engine:
-    """This rank's part of `model` with its initial weights; all ranks call it.
-
-    Args:
-        model: with vocabulary and longest sequence known.
-        config: with all axes given, whose layout is that of `groups`.
+    """This rank's part of `model` with its initial weights; all ranks call it, with all axes of `config` given.
 
     Raises:
         UserError: something does not divide.
     """
     assert config.layout == groups.layout, "the groups are of another layout"
-    placement = _placement(config)
+    placement = Placement(1, 1)
+    if config.pipeline > 1:
+        placement = placement_of(config.schedule, config.pipeline, config.num_chunks)
     spans = split_stages(model, build.sequence_length, placement.stages)
     spread = ContextSpread(model, groups.group("context"), config.context_method, build.sequence_length)
     rank = groups.layout.index(groups.rank, ("pipeline",))
@@ -81,25 +70,17 @@ def build_engine(model: ModelConfig, config: ParallelConfig, groups: Groups, bui
         first = next(iter(held.values()), None)
         held[number] = _hold(spans[number], model, config, groups, build, first)
     fill = build.compile or build.device.type == "cuda"
-    engine = Engine(model, config, groups, spread, held, placement, build.device, fill=fill)
+    engine = Engine(model, config, groups, spread, held, placement, build.device, fill=fill, recorder=build.recorder)
     engine.weights_changed()
     return engine
-
-
-def _placement(config: ParallelConfig) -> Placement:
-    if config.pipeline == 1:
-        return Placement(1, 1)
-    return placement_of(config.schedule, config.pipeline, config.num_chunks)
 
 
 def _hold(
     span: StageSpan, model: ModelConfig, config: ParallelConfig, groups: Groups, build: Build, first: Held | None
 ) -> Held:
-    """One stage of this rank.
-
-    Args:
-        first: the first of this rank's stages, if this is another.
-    """
+    """One stage of this rank; `first` is the first of this rank's stages, if this is another."""
+    # The order is fixed: a part without memory; its seams; what is computed again and what goes to the host; compiling;
+    # and last the flat memory, into which all parameters that are there by now are laid.
     tensor = groups.group("tensor")
     part = DecoderPart(
         local_config(model, config.tensor),
@@ -125,33 +106,24 @@ def _hold(
     if build.compile:
         leave_out(m for m in part.layers.modules() if isinstance(m, GatheredInput | ScatteredOutput))
         part.compile()
-    if model.tie_embeddings and first is not None:
-        _share_embedding(first.chunk, part)
-    shards = tensor_shards(model, config.tensor, tensor.index)
+    # Where the embedding and the head that is tied to it are on one rank (the V of zbv), they are one parameter.
+    tied = model.tie_embeddings and part.head is not None and part.embedding is None
+    if tied and first is not None and first.chunk.part.embedding is not None:
+        first.chunk.share_embedding(part)
+    table = parameter_table(model)
+
+    def initial(name: str, shard: Shard) -> Tensor:
+        # A hash of (seed, name, element): every rank makes its own slices, with the same bits in every layout.
+        offsets, shape = shard.offsets, shard.sizes
+        return initial_values(model, table[name], build.seed, offsets=offsets, shape=shape, device=build.device)
+
     chunk = ShardedChunk(
         part,
-        shards,
+        tensor_shards(model, config.tensor, tensor.index),
         groups,
         config,
-        initial=None if build.blank else _initial(model, build),
+        initial=None if build.blank else initial,
         device=build.device,
         whole_blocks=build.compile,
     )
     return Held(Stage(part, tensor, build.device), chunk, queue)
-
-
-def _share_embedding(first: ShardedChunk, last: DecoderPart) -> None:
-    """Where the embedding and the head that is tied to it are on one rank (the V of zbv), they are one parameter."""
-    if first.part.embedding is not None and last.head is not None and last.embedding is None:
-        first.share_embedding(last)
-
-
-def _initial(model: ModelConfig, build: Build) -> Initial:
-    table = parameter_table(model)
-
-    def values(name: str, shard: Shard) -> Tensor:
-        return initial_values(
-            model, table[name], build.seed, offsets=shard.offsets, shape=shard.sizes, device=build.device
-        )
-
-    return values

@@ -25,8 +25,7 @@ class ParallelConfig(Config):
     tensor: int = Field(1, ge=1, description="ranks that split every matrix among them (with sequence parallel)")
 
     zero: Literal[1, 2, 3] = Field(
-        1,
-        description="what `shard` splits: 1: optimizer state; 2: and gradients, once summed; 3: and parameters",
+        1, description="what `shard` splits: 1: optimizer state; 2: and gradients, once summed; 3: and parameters"
     )
     bucket_bytes: int = Field(
         25_000_000, ge=1, description="gradients that are reduced together, and parameters gathered together, bytes"

@@ -1,4 +1,4 @@
-"""What a layout asks for: numbers that divide each other, and memory for weights and their state.
+"""Which layouts are feasible, and why others are infeasible: divisibility, and memory for weights and their state.
 
 A tensor-parallel rank's share follows from the model's config alone.
 
@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Axis, Shard, divisors
 from phalanx.model.config import ModelConfig
-from phalanx.model.shapes import Parameter, parameter_table
+from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.pipeline.schedules import check_table, placement_of
-from phalanx.parallel.pipeline.split import StageSpan, split_stages
+from phalanx.parallel.pipeline.split import split_stages
 
 _FIELD = "parallel.tensor"
 
@@ -29,18 +28,27 @@ _FIELD = "parallel.tensor"
 def local_config(config: ModelConfig, tensor: int) -> ModelConfig:
     """The config of the part that one of `tensor` ranks builds: heads, key/value heads, MLP width, vocabulary divided.
 
-    Args:
-        config: of the whole model, with `vocab_size` and `max_sequence` known.
-
     Raises:
-        UserError: `tensor` does not divide one of them.
+        UserError: `tensor` does not divide one of them, or the sizes of `config` are not known.
     """
     config.require_sizes()
     if tensor == 1:
         return config
-    _check_heads(config, tensor)
+    kv_heads = config.num_kv_heads  # query heads are a multiple of them, so they decide
+    if kv_heads % tensor:
+        name = "model.kv_heads" if config.kv_heads else "model.heads"
+        sizes = ", ".join(str(size) for size in range(1, kv_heads + 1) if kv_heads % size == 0)
+        raise UserError(
+            f"does not divide {name} = {kv_heads}, and a key/value head is never split or copied",
+            cure=f"take a tensor size of {sizes}"
+            if kv_heads > 1
+            else f"take 1, or set {name} to a multiple of {tensor}",
+            field=_FIELD,
+            value=tensor,
+        )
     if config.mlp_width % tensor:
-        cure = f"set model.mlp_hidden to a multiple of {tensor}, such as {_next(config.mlp_width, tensor)}"
+        fitting = -(-config.mlp_width // tensor) * tensor
+        cure = f"set model.mlp_hidden to a multiple of {tensor}, such as {fitting}"
         raise UserError(f"does not divide the MLP's width, {config.mlp_width}", cure=cure, field=_FIELD, value=tensor)
     if config.vocab_rows % tensor:
         multiple = math.lcm(config.vocab_multiple, tensor)
@@ -69,42 +77,17 @@ def tensor_shards(config: ModelConfig, tensor: int, index: int) -> dict[str, Sha
     """
     local_config(config, tensor)
     table = parameter_table(config)
-    return {name: _shard(parameter, table, tensor, index) for name, parameter in table.items()}
-
-
-def is_split(parameter: Parameter, table: Mapping[str, Parameter]) -> bool:
-    """Whether tensor parallelism splits a logical parameter of `table`; if not, every rank has all of it."""
-    if parameter.role == "bias":
-        matrix = table.get(parameter.name.removesuffix("_bias"))
-        return matrix is not None and matrix.role == "input"
-    return parameter.role in ("embedding", "input", "output", "head") and parameter.name != "position_embedding"
-
-
-def _shard(parameter: Parameter, table: Mapping[str, Parameter], tensor: int, index: int) -> Shard:
-    whole = Shard.whole(parameter.shape, owner=index == 0)
-    if tensor == 1 or not is_split(parameter, table):
-        return whole
-    rows = parameter.shape[0] // tensor
-    return whole.rows(index * rows, rows, ("tensor",), owner=True)
-
-
-def _check_heads(config: ModelConfig, tensor: int) -> None:
-    """Query heads are a multiple of key/value heads, so the latter decide."""
-    kv_heads = config.num_kv_heads
-    if kv_heads % tensor == 0:
-        return
-    name = "model.kv_heads" if config.kv_heads else "model.heads"
-    sizes = ", ".join(str(size) for size in range(1, kv_heads + 1) if kv_heads % size == 0)
-    raise UserError(
-        f"does not divide {name} = {kv_heads}, and a key/value head is never split or copied",
-        cure=f"take a tensor size of {sizes}" if kv_heads > 1 else f"take 1, or set {name} to a multiple of {tensor}",
-        field=_FIELD,
-        value=tensor,
-    )
-
-
-def _next(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    shards = {}
+    for name, parameter in table.items():
+        shards[name] = Shard.whole(parameter.shape, owner=index == 0)
+        split = parameter.role in ("embedding", "input", "output", "head") and name != "position_embedding"
+        if parameter.role == "bias":  # of an input projection it goes with the matrix; others are added after the sum
+            matrix = table.get(name.removesuffix("_bias"))
+            split = matrix is not None and matrix.role == "input"
+        if tensor > 1 and split:
+            rows = parameter.shape[0] // tensor
+            shards[name] = shards[name].rows(index * rows, rows, ("tensor",), owner=True)
+    return shards
 
 
 # Tokens of a micro-batch that are enough to keep a GEMM near its best rate.
@@ -113,25 +96,18 @@ _ENOUGH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, as far as a layout depends on it.
+    """What is to be trained, as far as a layout depends on it."""
 
-    Attributes:
-        model: with vocabulary and longest sequence known.
-        sequence_length: tokens.
-        global_batches: sequences per step, every number that occurs in the run (warm-up has smaller ones).
-        micro_batch: sequences per forward pass; 0: to be chosen.
-        weight_bytes, gradient_bytes, state_bytes: of the whole model and its optimizer.
-        whole_matrices_for: the optimizer that works on whole matrices only; empty where matrices may be split.
-    """
-
-    model: ModelConfig
-    sequence_length: int
+    model: ModelConfig  # with vocabulary and longest sequence known
+    sequence_length: int  # tokens
+    # sequences per step, every number that occurs in the run (warm-up has smaller ones)
     global_batches: tuple[int, ...]
-    micro_batch: int
+    micro_batch: int  # sequences per forward pass; 0: to be chosen
+    # weight_bytes, gradient_bytes, state_bytes: of the whole model and its optimizer
     weight_bytes: int
     gradient_bytes: int
     state_bytes: int
-    whole_matrices_for: str = ""
+    whole_matrices_for: str = ""  # the optimizer that works on whole matrices only; empty where matrices may be split
 
 
 def needed_bytes(config: ParallelConfig, task: Task) -> int:
@@ -159,11 +135,7 @@ def micro_batch_of(config: ParallelConfig, task: Task) -> int:
 
 
 def check_possible(config: ParallelConfig, task: Task, micro_batch: int) -> int:
-    """Refuse a layout that cannot be run, whatever the memory.
-
-    Args:
-        config: with every axis given.
-        micro_batch: as `micro_batch_of` has it.
+    """Refuse a layout, with every axis given, that cannot be run, whatever the memory.
 
     Returns:
         passes per step and data-parallel rank, at the full global batch; 0 where the micro-batch is open.
@@ -171,18 +143,6 @@ def check_possible(config: ParallelConfig, task: Task, micro_batch: int) -> int:
     Raises:
         UserError: naming the numbers that do not fit each other.
     """
-    _check_devices(config)
-    _check_context(config, task)
-    local_config(task.model, config.tensor)
-    _check_exchange(config, task)
-    _check_optimizer(config, task)
-    _check_rows(config, task)
-    if config.pipeline > 1:
-        split_stages(task.model, task.sequence_length, config.stages)
-    return check_batches(config, task, micro_batch)
-
-
-def _check_devices(config: ParallelConfig) -> None:
     if config.devices and config.devices != config.layout.world_size:
         raise UserError(
             f"is not the product of the axes, {config.layout} = {config.layout.world_size}",
@@ -190,6 +150,29 @@ def _check_devices(config: ParallelConfig) -> None:
             field="parallel.devices",
             value=config.devices,
         )
+    _check_context(config, task)
+    local_config(task.model, config.tensor)
+    _check_exchange(config, task)
+    splitting: tuple[Axis, ...] = ("shard", "context", "tensor")
+    split = [f"parallel.{axis} = {getattr(config, axis)}" for axis in splitting if getattr(config, axis) > 1]
+    if task.whole_matrices_for and split:
+        raise UserError(
+            f"works on whole matrices, and {' and '.join(split)} split{'s' * (len(split) == 1)} them",
+            cure="use parallel.replicate and parallel.pipeline instead, or another optimizer (optim.name=adamw)",
+            field="optim.name",
+            value=task.whole_matrices_for,
+        )
+    rows = max(task.micro_batch, 1) * task.sequence_length // config.context
+    if rows % config.tensor:
+        raise UserError(
+            f"does not divide the {rows} tokens of a micro-batch on one rank, whose rows are split (sequence parallel)",
+            cure=f"make data.sequence_length a multiple of {config.tensor * config.context}",
+            field=_FIELD,
+            value=config.tensor,
+        )
+    if config.pipeline > 1:
+        split_stages(task.model, task.sequence_length, config.stages)
+    return check_batches(config, task, micro_batch)
 
 
 def _check_context(config: ParallelConfig, task: Task) -> None:
@@ -221,29 +204,6 @@ def _check_exchange(config: ParallelConfig, task: Task) -> None:
     )
 
 
-def _check_optimizer(config: ParallelConfig, task: Task) -> None:
-    splitting: tuple[Axis, ...] = ("shard", "context", "tensor")
-    split = [f"parallel.{axis} = {getattr(config, axis)}" for axis in splitting if getattr(config, axis) > 1]
-    if task.whole_matrices_for and split:
-        raise UserError(
-            f"works on whole matrices, and {' and '.join(split)} split{'s' * (len(split) == 1)} them",
-            cure="use parallel.replicate and parallel.pipeline instead, or another optimizer (optim.name=adamw)",
-            field="optim.name",
-            value=task.whole_matrices_for,
-        )
-
-
-def _check_rows(config: ParallelConfig, task: Task) -> None:
-    rows = max(task.micro_batch, 1) * task.sequence_length // config.context
-    if rows % config.tensor:
-        raise UserError(
-            f"does not divide the {rows} tokens of a micro-batch on one rank, whose rows are split (sequence parallel)",
-            cure=f"make data.sequence_length a multiple of {config.tensor * config.context}",
-            field="parallel.tensor",
-            value=config.tensor,
-        )
-
-
 def check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
     """Refuse batches that the ranks, the micro-batch or the schedule cannot share; returns as `check_possible`.
 
@@ -254,7 +214,14 @@ def check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
     count = 0
     for batch in task.global_batches:
         if batch % ranks:
-            raise _unshared(config, task, batch)
+            axes = f"(parallel.replicate x parallel.shard = {config.replicate} x {config.shard})"
+            shared = f"cannot be shared by {ranks} data-parallel ranks {axes}"
+            if batch == task.global_batches[-1]:
+                cure = f"make it a multiple of {ranks}, or have another number of them"
+                raise UserError(shared, cure=cure, field="train.global_batch", value=batch)
+            # A smaller one, on the way to the whole.
+            cure = f"make its start and its increment multiples of {ranks}"
+            raise UserError(f"has a batch of {batch}, which {shared}", cure=cure, field="optim.batch_warmup")
         if micro_batch and (batch // ranks) % micro_batch:
             raise UserError(
                 f"does not divide the {batch // ranks} sequences of each of {ranks} data-parallel ranks "
@@ -269,24 +236,6 @@ def check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
     return count
 
 
-def _unshared(config: ParallelConfig, task: Task, batch: int) -> UserError:
-    """A batch that the data-parallel ranks cannot share: the whole one, or one on the way to it."""
-    ranks, whole = config.replicate * config.shard, task.global_batches[-1]
-    by = f"by {ranks} data-parallel ranks (parallel.replicate x parallel.shard = {config.replicate} x {config.shard})"
-    if batch == whole:
-        return UserError(
-            f"cannot be shared {by}",
-            cure=f"make it a multiple of {ranks}, or have another number of them",
-            field="train.global_batch",
-            value=batch,
-        )
-    return UserError(
-        f"has a batch of {batch}, which cannot be shared {by}",
-        cure=f"make its start and its increment multiples of {ranks}",
-        field="optim.batch_warmup",
-    )
-
-
 def _largest_share(config: ParallelConfig, task: Task) -> float:
     """Of all weights, the part that the fullest pipeline rank holds (before tensor parallel).
 
@@ -296,23 +245,17 @@ def _largest_share(config: ParallelConfig, task: Task) -> float:
         return 1.0
     spans = split_stages(task.model, task.sequence_length, config.stages)
     placement = placement_of(config.schedule, config.pipeline, config.num_chunks)
-    held = [
-        sum(_weights(task.model, spans[stage]) for stage in placement.stages_of(rank))
-        for rank in range(config.pipeline)
+    by_place = _weights_by_place(task.model)
+    of_stage = [
+        by_place["embedding"] * span.first + by_place["head"] * span.last + sum(by_place[n] for n in span.layers)
+        for span in spans
     ]
-    return max(held) / sum(_weights_by_place(task.model).values())
-
-
-def _weights(model: ModelConfig, span: StageSpan) -> int:
-    """Elements that a stage holds."""
-    by_place = _weights_by_place(model)
-    ends = by_place["embedding"] * span.first + by_place["head"] * span.last
-    return ends + sum(by_place[layer] for layer in span.layers)
+    held = [sum(of_stage[stage] for stage in placement.stages_of(rank)) for rank in range(config.pipeline)]
+    return max(held) / sum(by_place.values())
 
 
 @lru_cache(maxsize=16)
 def _weights_by_place(model: ModelConfig) -> Counter[int | str]:
-    """Elements of each layer, of the embedding, and of what comes after the layers."""
     by_place: Counter[int | str] = Counter()
     for parameter in parameter_table(model).values():
         outside = "embedding" if parameter.role == "embedding" else "head"

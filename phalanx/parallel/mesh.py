@@ -2,7 +2,7 @@
 
 MegaScale (arXiv 2402.15627, section 3.5) took 1047 s to make the groups of 2,048 ranks, because each was made by all
 ranks with a barrier of all of them; without those it was under 5 s. Here there is no barrier at all: the members of a
-group meet on the store under a key that only they use, and whoever is not a member does nothing. See docs/groups.md.
+group meet on the store under a key that only they use, and other ranks do nothing. See docs/groups.md.
 
 Making a group waits for its members. Where ranks would first use their groups in different orders, such as the pairs
 of a pipeline, they must be made by `Mesh.prepare`: it does so in an order on which all ranks agree, so that no two
@@ -25,47 +25,37 @@ from torch.distributed import ProcessGroup
 from phalanx.core.layout import AXES, Axis, Layout
 from phalanx.core.phases import Phases
 from phalanx.parallel import process_groups
-from phalanx.parallel.group import Group, Place, Waits
+from phalanx.parallel.group import Group, RankPlace, Waits
+from phalanx.telemetry.spans import Recorder
 
 _Key = tuple[str, tuple[int, ...]]
 
 
 class Mesh:
-    """The groups of `rank`; implements `phalanx.parallel.group.Groups`.
-
-    Args:
-        layout: which rank sits where.
-        rank: this rank.
-        store: where members meet, see `phalanx.parallel.rendezvous.open_store`; each attempt needs a fresh one.
-        device: where the tensors of collectives are: NCCL on CUDA, gloo on a CPU.
-        timeout_s: longest wait in a collective, seconds, from `after_first_step` on.
-        first_timeout_s: the same until then, and for members to come when a group is made.
-        host: name of this host, for messages; its own idea of it by default.
-        make: makes one backend; torch's by default.
-        phases: where the seconds that each group took are added, as ``mesh/<axes or name>``.
-        waits: where it is counted how long this rank waits for others.
-    """
+    """The groups of `rank`; implements `phalanx.parallel.group.Groups`."""
 
     def __init__(
         self,
         layout: Layout,
         rank: int,
+        # where members meet, see `phalanx.parallel.rendezvous.open_store`; each attempt needs a fresh one
         store: Store,
-        device: torch.device,
-        timeout_s: float = 600.0,
-        first_timeout_s: float = 1800.0,
+        device: torch.device,  # where the tensors of collectives are: NCCL on CUDA, gloo on a CPU
+        timeout_s: float = 600.0,  # longest wait in a collective, seconds, from `after_first_step` on
+        first_timeout_s: float = 1800.0,  # the same until then, and for members to come when a group is made
         *,
-        host: str | None = None,
-        make: process_groups.Maker | None = None,
-        phases: Phases | None = None,
-        waits: Waits | None = None,
+        host: str | None = None,  # name of this host, for messages; its own by default
+        make: process_groups.Maker | None = None,  # makes one backend; torch's by default
+        phases: Phases | None = None,  # where the seconds that each group took are added, as ``mesh/<axes or name>``
+        waits: Waits | None = None,  # where it is counted how long this rank waits for others
+        recorder: Recorder | None = None,  # where collectives are recorded
     ) -> None:
         layout.coordinates(rank)  # raises for a rank that the layout does not have
         self._layout, self._rank, self._store, self._device = layout, rank, store, device
         self._timeout_s, self._later_timeout_s = first_timeout_s, timeout_s
-        self._place = Place(rank, host or socket.gethostname(), layout)
+        self._place = RankPlace(rank, host or socket.gethostname(), layout)
         self._make = make or process_groups.maker(device)
-        self.phases, self._waits = phases or Phases(), waits
+        self.phases, self._waits, self._recorder = phases or Phases(), waits, recorder
         self._lock = threading.Lock()
         self._groups: dict[tuple[_Key, tuple[Axis, ...]], Group] = {}
         self._backends: dict[_Key, Any] = {}
@@ -115,7 +105,14 @@ class Mesh:
         """
         wanted = {id(group) for group in groups} if groups else None
         chosen = [(key, g) for (key, _), g in self._groups.items() if wanted is None or id(g) in wanted]
-        for _, group in sorted(chosen, key=lambda pair: _order(pair[0])):
+
+        def order(pair: tuple[_Key, Group]) -> tuple[bool, str, str]:
+            # Groups over axes first. The others by a digest: in the order of their ranks the pairs of a pipeline would
+            # be made one after another, each waiting for the one before; in an arbitrary order few wait for few.
+            name = pair[0][0]
+            return name.startswith("named:"), name if name.startswith("axes:") else "", _digest(pair[0])
+
+        for _, group in sorted(chosen, key=order):
             if group.size > 1:
                 _ = group.backend
 
@@ -150,7 +147,8 @@ class Mesh:
         if (key, axes) not in self._groups:
             ranks = key[1]
             make = None if len(ranks) == 1 else lambda: self._backend(key)
-            self._groups[key, axes] = Group(ranks, ranks.index(self._rank), make, axes, self._place, self._waits)
+            index, where = ranks.index(self._rank), (self._waits, self._recorder)
+            self._groups[key, axes] = Group(ranks, index, make, axes, self._place, *where)
         return self._groups[key, axes]
 
     def _backend(self, key: _Key) -> Any:
@@ -167,7 +165,7 @@ class Mesh:
 
 
 def meeting_place(name: str, ranks: tuple[int, ...]) -> str:
-    """Where the members of a group meet: short whatever their number, and no other group's."""
+    """Where the members of a group meet: short whatever their number, and of this group alone."""
     return f"{name}/{_digest((name, ranks))}"
 
 
@@ -176,23 +174,8 @@ def _digest(key: _Key) -> str:
     return hashlib.blake2b(f"{name}/{','.join(map(str, ranks))}".encode(), digest_size=8).hexdigest()
 
 
-def _order(key: _Key) -> tuple[bool, str, str]:
-    """The order in which every rank makes groups: those over axes first, then by a digest.
-
-    By a digest, because in the order of their ranks the pairs of a pipeline would be made one after another, each
-    waiting for the one before; in an arbitrary order few wait for few.
-    """
-    name, _ = key
-    return (name.startswith("named:"), name if name.startswith("axes:") else "", _digest(key))
-
-
 class GroupCopies:
-    """The members of a data-parallel group as `phalanx.core.peers.Copies`.
-
-    Args:
-        group: over `axes`; its back end takes tensors of `device`.
-        device: others go through it.
-    """
+    """The members of a data-parallel group over `axes` as `phalanx.core.peers.Copies`; its back end is on `device`."""
 
     def __init__(self, group: Group, axes: tuple[Axis, ...], device: torch.device) -> None:
         self.axes, self._group, self._device = axes, group, device

@@ -3,7 +3,7 @@
 `torch.distributed.new_group` must be called by every rank for every group, in one order, and ends with a barrier of all
 ranks where TORCH_DIST_INIT_BARRIER is set (before 2023: always), so that making the groups of a mesh costs O(n^2)
 operations on the store. What it wraps does not: a `ProcessGroupGloo` or `ProcessGroupNCCL` that is constructed directly
-lets its members meet on a store, and nobody else knows of it.
+lets its members meet on a store, and no other rank takes part.
 What each function relies on is tested in tests/parallel/test_mesh_backends.py.
 """
 
@@ -27,16 +27,11 @@ Maker = Callable[[Store, int, int, float, str], Any]
 
 
 def maker(device: torch.device, *, max_ctas: int = 0, shared: bool = False) -> Maker:
-    """What makes groups for tensors on `device`: NCCL on CUDA, gloo on a CPU.
-
-    Args:
-        max_ctas: see `nccl_settings`.
-        shared: ranks share the device, so gloo carries its tensors through the host.
-    """
+    """The maker of groups on `device`: NCCL on CUDA (`max_ctas`: `nccl_settings`), gloo on a CPU or a shared GPU."""
     if device.type != "cuda":
         return make_gloo
     if shared:
-        return lambda *told: ThroughHost(make_gloo(*told))
+        return lambda *arguments: _ThroughHost(make_gloo(*arguments))
     return lambda store, index, size, timeout_s, name: make_nccl(
         store, index, size, timeout_s, name, device, nccl_settings(name, max_ctas)
     )
@@ -44,66 +39,49 @@ def maker(device: torch.device, *, max_ctas: int = 0, shared: bool = False) -> M
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """What NCCL is told about a group.
+    """NCCL's settings for a group."""
 
-    Attributes:
-        high_priority: its kernels go before others that wait for the device.
-        max_ctas: most thread blocks of a kernel, each of which holds a multiprocessor; 0: NCCL chooses.
-    """
-
-    high_priority: bool
-    max_ctas: int = 0
+    high_priority: bool  # its kernels go before others that wait for the device
+    max_ctas: int = 0  # most thread blocks of a kernel, each of which holds a multiprocessor; 0: NCCL chooses
 
 
 def nccl_settings(name: str, max_ctas: int = 0) -> NcclSettings:
-    """What suits a group.
+    """The settings of the group `name` (as of `phalanx.parallel.mesh.meeting_place`).
 
     What layers and stages wait for (tensor, context, neighbours in a pipeline) goes before what was to be computed
-    later. What runs beside a whole pass does not: it should take little of the device from that.
-
-    Args:
-        name: as `phalanx.parallel.mesh.meeting_place` makes it.
-        max_ctas: of groups that run beside computing.
+    later. What runs beside a whole pass does not: it takes at most `max_ctas` of the device from that.
     """
     kind, _, what = name.rpartition("/")[0].partition(":")
     waited_for = set(what.split("·")) <= {"tensor", "context"} if kind == "axes" else what.startswith("pipeline")
     return NcclSettings(waited_for, 0 if waited_for else max_ctas)
 
 
-class ThroughHost:
-    """A gloo group that takes tensors of any device: they travel as copies in the host's memory.
+class _ThroughHost:
+    """A `ProcessGroupGloo` that takes tensors of any device: they travel as copies in the host's memory.
 
     gloo itself knows some collectives of CUDA tensors, and not others. The host waits for every copy.
-
-    Args:
-        inner: `ProcessGroupGloo`.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def name(self) -> str:
-        """Of this kind of group."""
         return "through host"
 
     def rank(self) -> int:
-        """Index of this member."""
         return int(self._inner.rank())
 
     def size(self) -> int:
-        """Members."""
         return int(self._inner.size())
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._inner._set_default_timeout(timeout)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> _Arrival:
-        """See torch's `Backend`."""
         hosts = [_on_host(x) for x in tensors]
         return _Arrival(self._inner.allreduce(hosts, options), hosts, tensors)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> _Arrival:
-        """See torch's `Backend`."""
         hosts = [_on_host(x) for x in tensors]
         return _Arrival(self._inner.broadcast(hosts, options), hosts, tensors)
 
@@ -112,28 +90,24 @@ class ThroughHost:
         return _Arrival(self._inner._allgather_base(host, _on_host(x)), [host], [out])
 
     def _reduce_scatter_base(self, out: Tensor, x: Tensor) -> _Arrival:
-        """By all-to-all, and added up here in the order of ranks: gloo's own is an all-reduce of everything."""
+        # By all-to-all, added up here in the order of ranks: gloo's own is an all-reduce of everything.
         blocks = torch.empty(x.shape, dtype=x.dtype)
         work = self._inner.alltoall_base(blocks, _on_host(x), [], [])
         return _Arrival(work, [blocks], [out], lambda: blocks.view(self.size(), *out.shape).sum(0))
 
     def alltoall_base(self, out: Tensor, x: Tensor, out_rows: list[int], rows: list[int]) -> _Arrival:
-        """See torch's `Backend`."""
         host = torch.empty(out.shape, dtype=out.dtype)
         return _Arrival(self._inner.alltoall_base(host, _on_host(x), out_rows, rows), [host], [out])
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _Arrival:
-        """See torch's `Backend`."""
         hosts = [_on_host(x) for x in tensors]
         return _Arrival(self._inner.send(hosts, to, tag), hosts, [])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Arrival:
-        """See torch's `Backend`."""
         hosts = [torch.empty(x.shape, dtype=x.dtype) for x in tensors]
         return _Arrival(self._inner.recv(hosts, source, tag), hosts, tensors)
 
     def barrier(self) -> Any:
-        """See torch's `Backend`."""
         return self._inner.barrier()
 
 

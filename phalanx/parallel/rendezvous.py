@@ -1,18 +1,17 @@
 """Rendezvous: the store where ranks meet, held by one process, and what a rank that gives up writes there.
 
 torch's `TCPStore` served by libuv: one thread that never waits for a client (MegaScale 3.5 replaced the blocking server
-by Redis for this), in the process of whoever is the host. Opening it is not a barrier: a client goes on as soon as the
-server answers, whoever else is there.
+by Redis for this), in the process of the host. Opening it is not a barrier: a client goes on as soon as the server
+answers.
 
 One thing does hold that thread up: for every client that connects it asks for the name of the client's address. A name
 name server that loses one question stops the store for five seconds (seen after 48 to 140 clients). So the store
 listens on IPv4 where it can (torch's own socket shows IPv4 clients under IPv6 addresses, which are in no /etc/hosts),
 and a process that does nothing but serve the store should call `look_names_up_in_files_only` first.
 
-The first rank to give up tells all others over the store: no collective can be trusted to end any more.
-
-Ranks that wait for one that is gone are told so by gloo at once, and by NCCL never. So until the first step is done,
-in which memory runs out if it does, each rank also looks now and then whether anybody has given up.
+The first rank to give up writes why to the store: no collective can be trusted to end any more. Where a rank is gone,
+gloo ends the waiting of others at once, NCCL never. So until the first step is done, in which memory runs out if it
+does, each rank also looks now and then whether another has given up.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ def open_store(
     """Join the store of one attempt of a run, and serve it if this process is its host.
 
     Args:
-        host: name or address of the process that serves it.
-        port: its port; 0 with `is_host` takes a free one (see `port_of`).
-        rank: this rank, for the error.
-        world_size: ranks in all, for the error.
+        port: 0 with `is_host` takes a free one.
+        rank, world_size: for the error.
         is_host: serve it from a thread of this process, for as long as the returned store lives.
         listen_fd: a socket that already listens, to be served with `is_host`; it belongs to the store then, and `port`
             must be the one it is bound to.
@@ -82,23 +79,22 @@ def open_store(
             use_libuv=True,
         )
     except (OSError, RuntimeError, ValueError, TypeError) as error:
-        raise _unreachable(host, port, rank, world_size, is_host, error) from error
+        reason = str(error).strip().splitlines()[0]
+        if is_host:
+            problem, cure = "cannot serve the store there", "choose a port that is free, or 0"
+        else:
+            problem = "gets no answer from the store"
+            cure = (
+                "check that the process of rank 0 runs, and that its host and port (MASTER_ADDR, MASTER_PORT) are "
+                "reachable from this host"
+            )
+        problem = f"rank {rank} of {world_size} {problem} ({reason})"
+        raise UserError(problem, cure=cure, field="store", value=f"{host}:{port}") from error
     return PrefixStore(f"attempt{attempt}", store)
 
 
-def port_of(store: Store) -> int:
-    """The port of a store of `open_store`."""
-    inner = store.underlying_store if isinstance(store, PrefixStore) else store
-    assert isinstance(inner, TCPStore)
-    return inner.port
-
-
 def look_names_up_in_files_only() -> bool:
-    """From now on this process knows the names in /etc/hosts and asks no name server; for one that serves the store.
-
-    Returns:
-        Whether the C library can do so (glibc can).
-    """
+    """From now on this process asks /etc/hosts and no name server; False where the C library cannot (glibc can)."""
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     return configure is not None and configure(b"hosts", b"files") == 0
 
@@ -124,24 +120,6 @@ def _listen(host: str, port: int) -> socket.socket | None:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG)
 
 
-def _unreachable(host: str, port: int, rank: int, world_size: int, is_host: bool, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines()[0]
-    if is_host:
-        return UserError(
-            f"rank {rank} of {world_size} cannot serve the store there ({reason})",
-            cure="choose a port that is free, or 0",
-            field="store",
-            value=f"{host}:{port}",
-        )
-    return UserError(
-        f"rank {rank} of {world_size} gets no answer from the store ({reason})",
-        cure="check that the process of rank 0 runs, and that its host and port (MASTER_ADDR, MASTER_PORT) are "
-        "reachable from this host",
-        field="store",
-        value=f"{host}:{port}",
-    )
-
-
 _WHY, _HEARD = "abort/why", "abort/heard"
 # Of 12,288 ranks one or two thousand questions a second reach the store: far fewer than it can answer.
 _LOOK_S = 5.0
@@ -150,42 +128,36 @@ _STATUS = 2  # as of every UserError
 
 
 class Abort:
-    """One rank's view of it.
-
-    Args:
-        store: of the run's attempt; None: there is no other rank.
-        serves: whether the store ends with this process.
-        look_s: between two looks whether another has given up.
-        grace_s: that a rank has to end by itself then, and that one which serves the store waits for the others.
-    """
+    """How one rank that gives up ends the others."""
 
     def __init__(
         self,
-        store: Store | None,
+        store: Store | None,  # of the run's attempt; None: there is no other rank
         rank: int = 0,
         size: int = 1,
         *,
-        serves: bool = False,
-        look_s: float = _LOOK_S,
+        serves: bool = False,  # whether the store ends with this process
+        look_s: float = _LOOK_S,  # between two looks whether another has given up
+        # that a rank has to end by itself then, and that one which serves the store waits for the others
         grace_s: float = _GRACE_S,
     ) -> None:
         self._store, self._rank, self._size, self._serves = store, rank, size, serves
         self._look_s, self._grace_s = look_s, grace_s
-        self._said_here = False
+        self._is_first = False
         self._why: UserError | None = None
         self._once = threading.Lock()
 
-    def say(self, error: UserError) -> None:
-        """Tell all ranks why this one ends; what was said first stays."""
+    def announce(self, error: UserError) -> None:
+        """Write why this rank ends, for all others to read; the first reason stays."""
         if self._store is None:
             return
         text = json.dumps([str(error).removesuffix(f"; {error.cure}"), error.cure])
         with suppress(RuntimeError):  # who has served the store may be gone
-            self._said_here = self._store.compare_set(_WHY, "", text).decode() == text
+            self._is_first = self._store.compare_set(_WHY, "", text).decode() == text
 
-    def said(self) -> UserError | None:
-        """Why another rank has ended, if one has said so."""
-        if self._store is None or self._said_here:
+    def announced(self) -> UserError | None:
+        """Why another rank has ended, if one has announced it."""
+        if self._store is None or self._is_first:
             return None
         with self._once, suppress(RuntimeError):  # who has served the store may be gone
             if self._why is None and self._store.check([_WHY]):
@@ -196,7 +168,7 @@ class Abort:
 
     def linger(self) -> None:
         """Serve the store until all others have read why this rank ends, for some seconds at most."""
-        if self._store is None or not (self._said_here and self._serves):
+        if self._store is None or not (self._is_first and self._serves):
             return
         until_s = time.monotonic() + self._grace_s
         while time.monotonic() < until_s and self._store.add(_HEARD, 0) < self._size - 1:
@@ -206,8 +178,7 @@ class Abort:
     def watched(self, is_over: Callable[[], bool]) -> Iterator[None]:
         """Within it this process ends soon after another has given up, even while it waits where nothing wakes it.
 
-        Args:
-            is_over: there is no more need to look.
+        No more is looked once `is_over` returns True.
         """
         if self._store is None:
             yield
@@ -222,7 +193,7 @@ class Abort:
 
     def _look(self, is_over: Callable[[], bool], left: threading.Event) -> None:
         while not left.wait(self._look_s) and not is_over():
-            why = self.said()
+            why = self.announced()
             if why is not None and not left.wait(self._grace_s):
                 sys.stderr.write(f"rank {self._rank} ends with another: error: {why}\n")
                 sys.stderr.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.core.lazy_names import lazy_names
+from phalanx.core.lazy_names import lazy_names, make_callable
 
 if TYPE_CHECKING:
     from phalanx.plan.hardware import load_cluster, load_device
@@ -19,3 +19,5 @@ __getattr__, __dir__ = lazy_names(
         "phalanx.plan.types": ["Job", "Model", "Strategy"],
     },
 )
+
+make_callable(__name__, "phalanx.api.planning", "plan")

@@ -18,13 +18,47 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
+from phalanx.optim.groups import LEAST_NUMEL, moment_bytes
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.types import BYTES, Job, Model, Overlap, Precision, Recompute, Residual, Software, StateBits, Strategy
 
-# What `train.recompute` says, in the words of the cost model.
+# `train.recompute` in the words of the cost model.
+# The cost model has one cost of fused exchanges, so "tiles" becomes "fused", and comes back as that from a search.
 _RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "mlp": "mlp", "full": "full"}
 _OVERLAP: dict[str, Overlap] = {"none": "none", "chunked": "chunked", "fused": "fused", "tiles": "fused"}
+
+
+def model_of(config: ModelConfig) -> Model:
+    """The model that `[model]` describes; UserError where the vocabulary or the longest sequence is not known yet."""
+    config.require_sizes()
+    return Model(
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        vocab_rows=config.vocab_rows,
+        max_sequence=config.max_sequence,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        mlp_width=config.mlp_width,
+        gated=config.gated,
+        block=config.block,
+        merged=config.merged,
+        windows=tuple(config.window if kind == "window" else 0 for kind in config.attention),
+        position=config.position,
+        norm=config.norm,
+        bias=config.bias,
+        qk_norm=config.qk_norm,
+        dropout=config.dropout > 0,
+        attention_dropout=config.attention_dropout > 0,
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def moment_bytes_of(job: Job) -> float:
+    """Bytes of one moment of a matrix, for each of its elements."""
+    rows_of_one = (LEAST_NUMEL, job.model.hidden)  # every matrix is stored in rows of this width
+    return moment_bytes(rows_of_one, job.state_bits) / math.prod(rows_of_one)
 
 
 def make_job(
@@ -37,19 +71,8 @@ def make_job(
     software: Software | None = None,
     state_bits: StateBits = 32,
 ) -> Job:
-    """What one step of a run computes.
-
-    Args:
-        model: with vocabulary and longest sequence known.
-        sequence: tokens.
-        global_batch: sequences.
-        software: which program trains; None: Phalanx, with its defaults.
-        state_bits: of AdamW's moments.
-
-    Raises:
-        UserError: the model's sizes are not known yet.
-    """
-    return Job(Model.of(model), sequence, global_batch, precision, optimizer, software or Software(), state_bits)
+    """What one step of a run computes."""
+    return Job(model_of(model), sequence, global_batch, precision, optimizer, software or Software(), state_bits)
 
 
 def software_of(
@@ -61,13 +84,7 @@ def software_of(
     on_cpu: bool,
     documents: bool = True,
 ) -> Software:
-    """Phalanx as these settings have it run.
-
-    Args:
-        compiled: torch.compile fuses element-wise operations.
-        on_cpu: it runs on a CPU.
-        documents: attention stops at their borders (`data.document_mask`).
-    """
+    """Phalanx as these settings have it run. `documents`: attention stops at their borders (`data.document_mask`)."""
     plain = phalanx_software(precision, residual=model.residual, compiled=compiled, on_cpu=on_cpu)
     return replace(
         plain,
@@ -80,13 +97,7 @@ def software_of(
 def phalanx_software(
     precision: Precision, *, residual: Literal["float32", "compute"] = "float32", compiled: bool, on_cpu: bool
 ) -> Software:
-    """Phalanx with its defaults.
-
-    Args:
-        residual: precision of the stream between the layers, as `model.residual`.
-        compiled: torch.compile fuses element-wise operations.
-        on_cpu: it runs on a CPU.
-    """
+    """Phalanx with its defaults. `residual`: precision of the stream between the layers, as `model.residual`."""
     residual_bytes = BYTES[precision] if residual == "compute" else 4
     return Software(
         fused_elementwise=compiled,
@@ -101,14 +112,7 @@ def phalanx_software(
 
 
 def make_strategy(parallel: ParallelConfig, *, micro_batch: int, recompute: str, offload: float = 0.0) -> Strategy:
-    """How a run is spread.
-
-    Args:
-        parallel: with every axis given.
-        micro_batch: sequences per forward pass and data-parallel rank.
-        recompute: as `train.recompute` has it.
-        offload: as `train.offload` has it.
-    """
+    """How a run is spread. `parallel`: with every axis given."""
     return Strategy(
         pipeline=parallel.pipeline,
         replicate=parallel.replicate,
@@ -133,6 +137,8 @@ def settings_of(strategy: Strategy) -> dict[str, int | str]:
 
     The inverse of `make_strategy` for whatever Phalanx itself can run.
     """
+    # What has no effect in a layout stays at its default, so that it is not printed: ZeRO where nothing is split, a
+    # schedule without a pipeline, overlap and context method on one rank.
     plain = ParallelConfig()
     overlap = next(name for name, value in _OVERLAP.items() if value == strategy.tensor_overlap)
     recompute = next((name for name, value in _RECOMPUTE.items() if value == strategy.recompute), "none")
@@ -156,11 +162,8 @@ def settings_of(strategy: Strategy) -> dict[str, int | str]:
 
 
 def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
-    """Whether job and strategy can be, and fit each other and the cluster.
-
-    Raises:
-        UserError: they do not; names the field, its value and the cure.
-    """
+    """Whether job and strategy can be, and fit each other and the cluster."""
+    # Types and bounds of all fields come first: what follows divides by them.
     model = job.model
     STRATEGY.check(strategy)
     JOB.check(job)
@@ -179,6 +182,7 @@ def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
             value=job.sequence,
         )
     _devices(strategy, cluster)
+    # Each rank has an equal share of all of these; `phalanx train` refuses what does not divide too.
     _divides(model.heads, strategy.tensor, "parallel.tensor", "query heads")
     _divides(model.kv_heads, strategy.tensor, "parallel.tensor", "key and value heads")
     _divides(model.dense_mlp_width, strategy.tensor, "parallel.tensor", "columns of the MLP")
@@ -201,6 +205,7 @@ def _model(model: Model) -> None:
     if not (isinstance(model.windows, tuple) and model.windows and all(map(_is_window, model.windows))):
         cure = "give a tuple of one number of keys at least; (0,): all layers see all of the past"
         raise UserError("are no windows", cure=cure, field="Model.windows", value=model.windows)
+    # Numbers of experts have no meaning in a dense model, whatever they are.
     if not model.experts:
         return
     if model.experts_per_token > model.experts:
@@ -214,6 +219,7 @@ def _model(model: Model) -> None:
 
 
 def _residual(residual: Residual) -> None:
+    # A spread may be 0, the others divide or multiply: its bound lies just below.
     for name, least in (("kernels", 0.0), ("efficiency", 0.0), ("spread", -1e-9)):
         value = getattr(residual, name)
         if not least < value < math.inf:
@@ -238,6 +244,7 @@ def _devices(strategy: Strategy, cluster: Cluster) -> None:
 def _divides(whole: int, parts: int, field: str, what: str) -> None:
     if whole % parts:
         near = divisors(whole)
+        # Two divisors to either side are enough to choose from.
         around = [n for n in near if n <= parts][-2:] + [n for n in near if n > parts][:2]
         raise UserError(
             f"{whole} {what} do not divide by {parts}",
@@ -247,21 +254,14 @@ def _divides(whole: int, parts: int, field: str, what: str) -> None:
         )
 
 
-_MANY = 10**9
-"""More of anything is no size; products of two fit into 64 bits."""
+_MANY = 10**9  # above any real size; products of two fit into 64 bits
 _SIZE, _COUNT = (1, _MANY), (0, _MANY)
 _INT = {int}
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the fields of one class may be.
-
-    Attributes:
-        kind: the class.
-        numbers: least and most of each whole number.
-        words: what each choice, or flag, is chosen from.
-    """
+    """What the fields of one class may be."""
 
     kind: type
     numbers: Mapping[str, tuple[int, int]]
@@ -273,14 +273,11 @@ class Allowed:
     _choices: tuple[frozenset[Any], ...]
 
     def check(self, values: Any) -> None:
-        """Whether `values` has only what is allowed.
-
-        Raises:
-            UserError: it does not; names field, value, and what is allowed.
-        """
+        """Whether `values` has only what is allowed."""
         if not isinstance(values, self.kind):
             raise UserError(f"is no {self.kind.__name__}", cure="make one of its fields", value=values)
         numbers, words = self._numbers_of(values), self._words_of(values)
+        # By type, not by isinstance: flags, and integers of numpy, take the slow way below, which tells them apart.
         if {*map(type, numbers)} == _INT:
             inside = all(map(operator.ge, numbers, self._least)) and all(map(operator.le, numbers, self._most))
             if inside and all(map(_is_one, self._choices, words)):
@@ -288,7 +285,7 @@ class Allowed:
         self._refuse(values)
 
     def _refuse(self, values: Any) -> None:
-        """Name the first field that is wrong; none is where a number comes from NumPy."""
+        # Integers of numpy come from searches over arrays, and are as good as Python's.
         for name, (least, most) in self.numbers.items():
             value = getattr(values, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
@@ -312,6 +309,7 @@ def _is_one(choices: frozenset[Any], value: Any) -> bool:
 
 def _allowed(kind: type, numbers: Mapping[str, tuple[int, int]]) -> Allowed:
     """What is allowed for a class: of choices and flags what their types say, of numbers what is given here."""
+    # Types say it already, so a new choice needs no change here.
     words = {name: _choices(hint) for name, hint in get_type_hints(kind).items() if _choices(hint)}
     return Allowed(
         kind=kind,
@@ -326,7 +324,6 @@ def _allowed(kind: type, numbers: Mapping[str, tuple[int, int]]) -> Allowed:
 
 
 def _choices(hint: Any) -> frozenset[Any]:
-    """What a type lets one choose from; nothing where it is not a choice."""
     if hint is bool:
         return frozenset((True, False))
     return frozenset(get_args(hint)) if get_origin(hint) is Literal else frozenset()

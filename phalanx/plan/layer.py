@@ -2,14 +2,22 @@
 
 Bytes count every element that a kernel reads or writes, each once: what a program without waste moves. Letters as in
 `phalanx.plan.types`; c is the bytes of an element that is multiplied, r those of the residual stream.
+
+The second half is what the ranks of a layer exchange meanwhile, and how much of it computing covers: `tensor_exchange`,
+`context_exchange` (keys and values in a ring, or heads among all), `expert_exchange` and `zero3_exchange`.
+
+Tensor parallelism: each branch of a block gathers the rows that sequence parallelism split, and scatters the sums of
+its output (Korthikanti et al., arXiv 2205.05198, section 4.2.2); without sequence parallelism one all-reduce stands for
+both. A parallel block has one pair instead of two. Backward has as many, and gathers once more what the gradients of
+weights need, beside the gradient of the input; Megatron-LM sums gradients of inputs beside those of weights since 2022.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from phalanx.model.shapes import mean_keys
-from phalanx.plan.hardware.formula import largest, least, where
+from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.operations import (
     ALWAYS_FULL,
     CORE,
@@ -18,14 +26,15 @@ from phalanx.plan.operations import (
     Attend,
     Local,
     Operation,
+    Passes,
     Product,
     Stream,
 )
-from phalanx.plan.types import Floats, Ints, Recompute
+from phalanx.plan.types import Floats, Ints, Job, Recompute, Strategy, functions, largest, least, where
 
 _SOFTMAX, _GRADIENT_SUMS = "compute/softmax", "compute/gradient_sums"
 _ONE_PASS = (_SOFTMAX, _GRADIENT_SUMS)
-"""Kernels that every program has as one pass over large arrays, so that their bytes say all."""
+"""Kernels that are one pass over large arrays in every program, so that their bytes alone give their time."""
 
 
 def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
@@ -37,7 +46,7 @@ def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
 
 
 def slower(operations: list[Operation], times: float) -> list[Operation]:
-    """The same, whose memory-bound kernels between products take so many times as long (`Residual.kernels`)."""
+    """The same with memory-bound kernels between products that take `times` as long (`Residual.kernels`)."""
     if times == 1:
         return operations
     return [
@@ -99,6 +108,7 @@ def _last_again(local: Local) -> frozenset[Recompute]:
 def _one_by_one(local: Local, is_mixture: bool) -> list[Operation]:
     """The same where every matrix is a product of its own: q, k, v, out, gate, up, down."""
     path, width, tokens = "compute/attention_projections", local.model.hidden, local.tokens
+    # torchtitan's selective op makes every second product again, in the order in which a layer computes them.
     key_rows = (local.projection_rows - local.query_rows) / 2
     found: list[Operation] = [
         Product(path, tokens, local.query_rows, width),
@@ -203,11 +213,6 @@ def _weights(local: Local, is_mixture: bool) -> list[Operation]:
     return found
 
 
-def routed_rows(local: Local) -> Floats:
-    """Rows that the experts of one rank compute: as many copies come in as go out, and room that stays empty."""
-    return local.tokens * local.model.experts_per_token * local.model.capacity_factor
-
-
 def mixture_rows(local: Local) -> Floats:
     """Rows of all weights of the experts that a rank holds, each of the hidden width."""
     held = local.model.experts / local.expert_ranks + local.model.shared_experts
@@ -222,7 +227,7 @@ def mixture(local: Local) -> list[Operation]:
     """
     model, width, c = local.model, local.model.hidden, local.compute_bytes
     held = model.experts / local.expert_ranks
-    rows = routed_rows(local)
+    rows = local.routed_rows
     moved = 2 * rows * width * c  # rows are put in the order of experts, and back
     found: list[Operation] = [
         Product("compute/router", local.kept_tokens, model.experts, width),
@@ -269,9 +274,8 @@ def _fused(local: Local, name: str) -> str:
 _LOSS_BYTES = (34.0, 16.0)
 _FUSED_LOSS_BYTES = (4.0, 4.0)
 
-# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary_parallel: tokens come in chunks of so many logits,
-# on a GPU of as many as the weight has elements and so many at least; of so many tokens at least; few logits are not
-# cut.
+# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary_parallel: a chunk of tokens has 2 million logits, on
+# a GPU as many as the weight has elements and at least 268 million; it has at least 256 tokens. Few logits are not cut.
 _CHUNK_ELEMENTS = 1 << 21
 _LEAST_GPU_CHUNK_ELEMENTS = 1 << 28
 _LEAST_CHUNK = 256
@@ -297,6 +301,7 @@ def embedding(local: Local) -> list[Operation]:
 def head(local: Local) -> list[Operation]:
     """The last norm, the product that gives logits, and the loss on each rank's share of the vocabulary."""
     model, r, c = local.model, local.residual_bytes, local.compute_bytes
+    # Recomputing covers layers alone: the last norm, product and loss run once, whatever the level.
     rows = model.vocab_rows / local.tensor
     normed = local.kept_tokens * model.hidden
     forward, backward = _loss_bytes(local)
@@ -340,3 +345,212 @@ def _head_weight_bytes(local: Local) -> Floats:
     cast = 0 if c == 4 else local.weight_bytes + c + (0 if by_products else chunks * (c + 4))
     each = cast + (8 if by_products else 12) * (chunks - 1) + where(is_plain, 0, 8)
     return local.model.vocab_rows / local.tensor * local.model.hidden * each
+
+
+FUSED_OVERLAP = 0.63
+"""Mean share of an exchange that a fused kernel hides between devices with NVLink (Flux, arXiv 2406.06858: A100 0.63,
+H800 0.72)."""
+
+
+_TILE_ROWS = 128
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A collective and the matrix product beside it: seconds, and those of the product in chunks."""
+
+    exchange_s: Floats
+    product_s: Floats
+    chunked_s: Floats
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Seconds in which the rows of a micro-batch change between tensor-parallel ranks."""
+
+    gather_s: Floats  # of the rows that sequence parallelism split; without it nothing
+    scatter_s: Floats  # of their sums; without it they stay on all ranks (an all-reduce)
+
+
+def row_exchange(job: Job, strategy: Strategy, cluster: Cluster, local: Local) -> RowExchange:
+    """What every branch of a layer exchanges, the embedding and the head too."""
+    num_bytes = local.tokens * job.model.hidden * local.compute_bytes
+    if not strategy.sequence_parallel:
+        return RowExchange(0.0, cluster.collective_s("all_reduce", num_bytes, strategy.tensor))
+    gather_s = cluster.collective_s("all_gather", num_bytes, strategy.tensor)
+    return RowExchange(gather_s, cluster.collective_s("reduce_scatter", num_bytes, strategy.tensor))
+
+
+def tensor_exchange(job: Job, strategy: Strategy, cluster: Cluster, local: Local, rows: RowExchange) -> Covered:
+    """The exchanges of one layer."""
+    if isinstance(strategy.tensor, int) and strategy.tensor == 1:
+        return Covered()
+    branches, calls = len(_inputs(job, local)), len(_inputs(job, local)) * (strategy.tensor > 1)
+    gather, scatter = rows.gather_s, rows.scatter_s
+    # Recomputing a layer from its input repeats its exchanges; milder ways keep what they received.
+    again = 1.0 if strategy.recompute == "full" else 0.0
+    if not strategy.sequence_parallel:
+        backward = _backward(job, cluster, local, scatter)
+        exposed = Passes(branches * scatter, again * branches * scatter, backward, 0.0)
+        hidden = Passes(0.0, 0.0, branches * scatter - backward, 0.0)
+        return Covered(exposed, hidden, Passes(calls, again * calls, calls, 0))
+    both = branches * (gather + scatter)
+    shown = _forward(job, strategy, cluster, local, gather, scatter)
+    f = functions(shown)
+    # Backward overlaps as forward does, or runs its sums beside the products of weight gradients: whichever shows less.
+    backward = f.least(shown, branches * gather + _backward(job, cluster, local, scatter))
+    exposed = Passes(shown, again * shown, backward, 0.0)
+    hidden = Passes(both - shown, again * (both - shown), both - backward + branches * gather, 0.0)
+    return Covered(exposed, hidden, Passes(2 * calls, again * 2 * calls, 3 * calls, 0))
+
+
+def _inputs(job: Job, local: Local) -> list[Floats]:
+    """Outputs of the products that read a branch's gathered rows; a parallel block has one branch."""
+    if job.model.block == "parallel":
+        return [local.projection_rows + local.in_width]
+    return [local.projection_rows, local.in_width]
+
+
+def _backward(job: Job, cluster: Cluster, local: Local, each: Floats) -> Floats:
+    """Exposed seconds of summing the gradients of all branches' inputs.
+
+    Where the program does so, each sum runs beside the product that makes the gradient of the branch's weight.
+    """
+    inputs = _inputs(job, local)
+    if not job.software.tensor_backward_overlap:
+        return len(inputs) * each
+    sizes = [(rows, job.model.hidden, local.tokens) for rows in inputs]
+    products = [cluster.device.gemm_s(*size, precision=job.precision, weight_gradient=True) for size in sizes]
+    return sum(exposed_beside(each, product_s) for product_s in products)
+
+
+def _forward(job: Job, strategy: Strategy, cluster: Cluster, local: Local, gather: Floats, scatter: Floats) -> Floats:
+    both = len(_inputs(job, local)) * (gather + scatter)
+    if strategy.tensor_overlap == "none":
+        return both
+    if strategy.tensor_overlap == "fused":
+        return both * (1 - FUSED_OVERLAP)
+    pairs = _pairs(job, strategy.tensor_chunks, cluster, local, gather, scatter)
+    return sum(_chunked(pair, strategy.tensor_chunks) for pair in pairs)
+
+
+def _pairs(job: Job, chunks: int, cluster: Cluster, local: Local, gather: Floats, scatter: Floats) -> list[_Pair]:
+    """The products into and out of each branch; the parallel block pairs its exchanges with the MLP (MegaScale 3.2)."""
+    width, device = job.model.hidden, cluster.device
+    inner = [(local.in_width, local.dense_inner)]
+    if job.model.block == "serial":
+        inner.append((local.projection_rows, local.query_rows))
+    # Chunks are whole tiles, since a program would not cut through one.
+    near = (local.tokens / chunks / _TILE_ROWS + 0.5) // 1 * _TILE_ROWS
+    rows = functions(near).largest(near, functions(local.tokens).least(local.tokens / chunks, _TILE_ROWS))
+    pairs = []
+    for into, out in inner:
+        for exchange, n, k in ((gather, into, width), (scatter, width, out)):
+            whole = device.gemm_s(local.tokens, n, k, precision=job.precision)
+            parts = local.tokens / rows * device.gemm_s(rows, n, k, precision=job.precision)
+            pairs.append(_Pair(exchange, whole, functions(parts).largest(parts, whole)))
+    return pairs
+
+
+def _chunked(pair: _Pair, chunks: int) -> Floats:
+    """Exposed seconds when the exchange of a chunk runs beside the product of another.
+
+    The first (or last) chunk's exchange has nothing beside it; after that the longer of the two is waited for, never
+    more than one after the other.
+    """
+    f, most = functions(pair.exchange_s, pair.chunked_s), 1 - 1 / chunks
+    slowed = pair.chunked_s + OVERLAP_SLOWDOWN * f.least(pair.exchange_s, pair.chunked_s) * most
+    overlapped = pair.exchange_s / chunks + f.largest(pair.exchange_s, slowed) * most + slowed / chunks
+    return f.least(overlapped - pair.product_s, pair.exchange_s)
+
+
+def context_exchange(strategy: Strategy, cluster: Cluster, local: Local, attention: Passes) -> Covered:
+    """The exchanges of one layer whose attention takes `attention` seconds.
+
+    Ring: in each of ``context - 1`` hops, a rank sends the keys and values that it has while it attends to them, which
+    slows attention down; backward their gradients travel too (Liu et al., arXiv 2310.01889). All to all: q, k, v before
+    attention and the result after it change from a split sequence to split heads (Ulysses, arXiv 2309.14509); nothing
+    covers that.
+    """
+    if isinstance(strategy.context, int) and strategy.context == 1:
+        return Covered()
+    again = 1.0 if strategy.recompute == "full" else 0.0
+    if strategy.context_method == "ring":
+        forward, forward_hidden = _ring(strategy, cluster, _key_bytes(local), attention.forward)
+        backward, backward_hidden = _ring(strategy, cluster, 2 * _key_bytes(local), attention.backward_input)
+        hops = strategy.context - 1
+        return Covered(
+            Passes(forward, again * forward, backward, 0.0),
+            Passes(forward_hidden, again * forward_hidden, backward_hidden, 0.0),
+            Passes(hops, again * hops, hops, 0),
+        )
+    # q, k and v on the way there, the result on the way back.
+    num_bytes = local.tokens * (local.projection_rows + local.query_rows) * local.compute_bytes
+    each = cluster.collective_s("all_to_all", num_bytes, strategy.context, strategy.tensor)
+    calls = 2 * (strategy.context > 1)
+    return Covered(Passes(each, again * each, each, 0.0), collectives=Passes(calls, again * calls, calls, 0))
+
+
+def _key_bytes(local: Local) -> Floats:
+    return local.tokens * (local.projection_rows - local.query_rows) * local.compute_bytes
+
+
+def _ring(strategy: Strategy, cluster: Cluster, num_bytes: Floats, attention_s: Floats) -> tuple[Floats, Floats]:
+    send = cluster.send_s(num_bytes, strategy.tensor)
+    hops = strategy.context - 1
+    shown = hops * exposed_beside(send, attention_s / strategy.context)
+    return shown, hops * send - shown
+
+
+def expert_exchange(strategy: Strategy, cluster: Cluster, local: Local) -> Covered:
+    """Rows go to their experts and come back, forward and backward, with nothing beside (GShard, arXiv 2006.16668).
+
+    With sequence parallelism each tensor-parallel rank sends the rows that it keeps.
+    """
+    if isinstance(strategy.expert, int) and strategy.expert == 1:
+        return Covered()
+    again = 1.0 if strategy.recompute == "full" else 0.0
+    share = local.kept_tokens / local.tokens
+    num_bytes = local.routed_rows * share * local.model.hidden * local.compute_bytes
+    each = 2 * cluster.collective_s("all_to_all", num_bytes, strategy.expert, strategy.tensor * strategy.context)
+    calls = 2 * (strategy.expert > 1)
+    return Covered(Passes(each, again * each, each, 0.0), collectives=Passes(calls, again * calls, calls, 0))
+
+
+def zero3_exchange(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, computing: Passes) -> Covered:
+    """The exchanges of one layer of `weights` elements per rank that computes for `computing` seconds.
+
+    Weights are gathered for the forward and again for the backward pass, while the layer before computes; gradients are
+    scattered while the next one does (arXiv 1910.02054, section 7.2), which slows that computing down.
+    """
+    if strategy.zero != 3:
+        return Covered()
+    ranks = strategy.shard * strategy.context
+    gather = cluster.collective_s("all_gather", weights * job.software.gather_bytes, ranks, strategy.tensor)
+    scatter = cluster.collective_s("reduce_scatter", weights * job.software.reduce_bytes, ranks, strategy.tensor)
+    # Each exchange is then waited for where it is called.
+    if not job.software.data_overlap:
+        return Covered(Passes(gather, 0.0, gather + scatter, 0.0), collectives=Passes(1, 0, 2, 0))
+    forward, backward = exposed_beside(gather, computing.forward), exposed_beside(gather + scatter, computing.backward)
+    hidden = Passes(gather - forward, 0.0, gather + scatter - backward, 0.0)
+    return Covered(Passes(forward, 0.0, backward, 0.0), hidden, Passes(1, 0, 2, 0))
+
+
+OVERLAP_SLOWDOWN = 0.1
+"""Assumed share by which computing slows down beside a collective, which takes about a tenth of a device's cores
+(NCCL's 8 to 16 channels of 108 to 132 multiprocessors)."""
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Seconds of the passes over one micro-batch in which ranks exchange something."""
+
+    exposed: Passes = field(default_factory=Passes)  # the rank computes nothing meanwhile
+    hidden: Passes = field(default_factory=Passes)  # it computes beside
+    collectives: Passes = field(default_factory=Passes)  # that the host starts, by pass
+
+
+def exposed_beside(exchange_s: Floats, computing_s: Floats) -> Floats:
+    """Exposed seconds of an exchange beside computing, which it slows down."""
+    f = functions(exchange_s, computing_s)
+    return f.largest(exchange_s - computing_s, 0.0) + OVERLAP_SLOWDOWN * f.least(exchange_s, computing_s)

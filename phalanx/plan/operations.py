@@ -13,11 +13,21 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from phalanx.plan.hardware.device_model import Device
-from phalanx.plan.hardware.formula import any_array, largest
-from phalanx.plan.types import BYTES, Floats, Ints, Job, Model, Precision, Recompute, Software, Strategy
+from phalanx.plan.types import (
+    BYTES,
+    Floats,
+    Ints,
+    Job,
+    Model,
+    Precision,
+    Recompute,
+    Software,
+    Strategy,
+    any_array,
+    largest,
+)
 
-ALWAYS_FULL: frozenset[Recompute] = frozenset(("full",))
-"""Computed again only where everything is."""
+ALWAYS_FULL: frozenset[Recompute] = frozenset(("full",))  # computed again only where everything is
 CHEAP: frozenset[Recompute] = frozenset(("elementwise", "mlp", "alternate", "full"))
 """Cheap to compute and large to keep: norms, activations, rotation."""
 SECOND_PRODUCT: frozenset[Recompute] = frozenset(("alternate", "full"))
@@ -34,9 +44,6 @@ class Product:
 
     Backward takes two of the same size. Where `weight` is true, one of them sums the gradient of a weight over m
     tokens, which can wait; else both are needed to go on.
-
-    Attributes:
-        again: the kinds of recompute under which the forward product is made twice.
     """
 
     path: str
@@ -45,7 +52,7 @@ class Product:
     k: Ints
     batch: Ints = 1
     weight: bool = True
-    again: frozenset[Recompute] = ALWAYS_FULL
+    again: frozenset[Recompute] = ALWAYS_FULL  # the kinds of recompute under which the forward product is made twice
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Stream:
-    """Kernels that are bound by memory: bytes read and written, and how many kernels that takes.
-
-    Attributes:
-        kernel: by which a device knows how much slower than their bytes its kernels are.
-    """
+    """Kernels that are bound by memory: bytes read and written, and how many kernels that takes."""
 
     path: str
     forward_bytes: Floats
@@ -73,7 +76,7 @@ class Stream:
     forward_launches: int = 1
     backward_launches: int = 1
     again: frozenset[Recompute] = CHEAP
-    kernel: str = ""
+    kernel: str = ""  # by which a device knows how much slower than their bytes its kernels are
 
 
 Operation: TypeAlias = Product | Attend | Stream
@@ -81,19 +84,12 @@ Operation: TypeAlias = Product | Attend | Stream
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of the passes over one micro-batch.
-
-    Attributes:
-        forward: of the forward pass.
-        again: of what the backward pass computes once more.
-        backward_input: gradients that the stage before waits for.
-        backward_weight: gradients of weights, which can be put off.
-    """
+    """Seconds of the passes over one micro-batch."""
 
     forward: Floats = 0.0
-    again: Floats = 0.0
-    backward_input: Floats = 0.0
-    backward_weight: Floats = 0.0
+    again: Floats = 0.0  # of what the backward pass computes once more
+    backward_input: Floats = 0.0  # gradients that the stage before waits for
+    backward_weight: Floats = 0.0  # gradients of weights, which can be put off
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(
@@ -106,6 +102,7 @@ class Passes:
     @classmethod
     def sum(cls, several: Iterable[Passes]) -> Passes:
         """All of them together, in order; a few times as fast as adding one after the other."""
+        # Plain sums of each field: a search adds up tens of passes for every layout.
         passes = list(several)
         return cls(
             sum([each.forward for each in passes], 0.0),
@@ -132,36 +129,24 @@ class Passes:
 
 @dataclass(frozen=True)
 class Local:
-    """Sizes on one rank.
-
-    Attributes:
-        tokens: that its matrix products see, T = b S / c.
-        kept_tokens: of the residual stream, which sequence parallelism splits over the tensor-parallel ranks.
-        sequences: of a micro-batch.
-        heads: query heads.
-        query_rows, projection_rows: outputs of q, and of q, k and v together.
-        inner: width of the MLP, or of each expert.
-        dense_inner: width of the MLP in layers without experts.
-        expert_ranks: data-parallel ranks that hold different experts.
-        compute_bytes: of one element of what is multiplied.
-        weight_bytes: of one element of a matrix as it is kept; what is multiplied is cast from it where it is wider.
-    """
+    """Sizes on one rank."""
 
     model: Model
     software: Software
     sequence: int
     tensor: Ints
-    tokens: Ints
-    kept_tokens: Ints
-    sequences: Ints
+    tokens: Ints  # that its matrix products see, T = b S / c
+    kept_tokens: Ints  # of the residual stream, which sequence parallelism splits over the tensor-parallel ranks
+    sequences: Ints  # of a micro-batch
     heads: Ints
+    # Outputs of q, and of q, k and v together.
     query_rows: Ints
     projection_rows: Ints
-    inner: Ints
-    dense_inner: Ints
-    expert_ranks: Ints
-    compute_bytes: int
-    weight_bytes: int
+    inner: Ints  # width of the MLP, or of each expert
+    dense_inner: Ints  # width of the MLP in layers without experts
+    expert_ranks: Ints  # data-parallel ranks that hold different experts
+    compute_bytes: int  # of one element of what is multiplied
+    weight_bytes: int  # of one element of a matrix as it is kept; what is multiplied is cast from it where it is wider
 
     def kernel(self, name: str) -> str:
         """What a device's file calls a kernel of a layer."""
@@ -181,6 +166,11 @@ class Local:
     def in_width(self) -> Ints:
         """Outputs of a dense MLP's first product."""
         return self.dense_inner * self.gates
+
+    @property
+    def routed_rows(self) -> Floats:
+        """Rows that the experts of a rank compute: as many copies come in as go out, and room that stays empty."""
+        return self.tokens * self.model.experts_per_token * self.model.capacity_factor
 
 
 def local_of(job: Job, strategy: Strategy) -> Local:
@@ -218,6 +208,7 @@ def weight_bytes(job: Job, strategy: Strategy) -> int:
     """
     axes = (strategy.pipeline, strategy.replicate, strategy.shard, strategy.context, strategy.tensor)
     alone = all(isinstance(size, int) and size == 1 for size in axes)
+    # On several ranks fp32 masters lie beside the matrices, which are in the type that is multiplied.
     spread_bytes = BYTES[job.precision] if job.software.is_phalanx else job.software.weight_bytes
     return job.software.weight_bytes if alone else spread_bytes
 
@@ -242,9 +233,16 @@ class Timed:
 def timed(operations: Sequence[Operation], device: Device, precision: Precision, recompute: Recompute) -> Timed:
     """What `operations` take on `device`, one kernel after another."""
     by_path: dict[str, Passes] = {}
+    attends = []
+    for a in [o for o in operations if isinstance(o, Attend)]:
+        # Attention has a curve of its own, over queries, and few operations: each is asked for alone.
+        forward = device.attention_s(a.flops, a.queries, a.head_dim, precision=precision)
+        backward_flops = _BACKWARD_ATTENTION * a.flops
+        backward = device.attention_s(backward_flops, a.queries, a.head_dim, precision=precision, backward=True)
+        attends.append((a.path, Passes(forward, forward if recompute in a.again else 0.0, backward, 0.0)))
     for path, passes in (
         *_products([o for o in operations if isinstance(o, Product)], device, precision, recompute),
-        *_attends([o for o in operations if isinstance(o, Attend)], device, precision, recompute),
+        *attends,
         *_streams([o for o in operations if isinstance(o, Stream)], device, precision, recompute),
     ):
         by_path[path] = by_path[path] + passes if path in by_path else passes
@@ -256,6 +254,8 @@ def _products(products: Sequence[Product], device: Device, precision: Precision,
     """Forward, by input and by weight: three sizes of each product, all in one look at the device's curve."""
     if not products:
         return []
+    # Of a product (m, k) x (k, n) the gradient of the input is (m, n) x (n, k), that of the weight (n, m) x (m, k). The
+    # latter sums over tokens, and devices have a curve of its own for it.
     sizes = [(p.m, p.n, p.k, p.batch) for p in products]
     forward = _gemm_s(sizes, device, precision)
     by_input = _gemm_s([(m, k, n, batch) for m, n, k, batch in sizes], device, precision)
@@ -263,26 +263,18 @@ def _products(products: Sequence[Product], device: Device, precision: Precision,
     found = []
     for product, f, i, w in zip(products, forward, by_input, by_weight, strict=True):
         again = f if recompute in product.again else 0.0
+        # Without a weight both gradients are needed to go on: nothing of it can be put off.
         found.append((product.path, Passes(f, again, i, w) if product.weight else Passes(f, again, i + w, 0.0)))
     return found
 
 
 def _gemm_s(sizes: Sequence[tuple], device: Device, precision: Precision, weight_gradient: bool = False) -> Sequence:
+    # Plain numbers one by one: for a handful of sizes numpy's calls would take longer than the arithmetic.
     if not any(map(any_array, sizes)):
         return [device.gemm_s(m, n, k, precision, batch, weight_gradient) for m, n, k, batch in sizes]
     m, n, k, batch = _stacked(*zip(*sizes, strict=True))
     seconds: Any = device.gemm_s(m, n, k, precision=precision, batch=batch, weight_gradient=weight_gradient)
     return list(seconds)
-
-
-def _attends(attends: Sequence[Attend], device: Device, precision: Precision, recompute: Recompute) -> list:
-    found = []
-    for a in attends:
-        forward = device.attention_s(a.flops, a.queries, a.head_dim, precision=precision)
-        backward_flops = _BACKWARD_ATTENTION * a.flops
-        backward = device.attention_s(backward_flops, a.queries, a.head_dim, precision=precision, backward=True)
-        found.append((a.path, Passes(forward, forward if recompute in a.again else 0.0, backward, 0.0)))
-    return found
 
 
 def _streams(streams: Sequence[Stream], device: Device, precision: Precision, recompute: Recompute) -> list:
@@ -300,6 +292,7 @@ def _streams(streams: Sequence[Stream], device: Device, precision: Precision, re
 
 def _stream_s(kernels: Sequence[tuple[Floats, int]], device: Device) -> Sequence:
     """Each set of kernels moves its bytes in equal parts."""
+    # Launches are paid for each kernel, so the bytes are divided before they are timed.
     if not any(map(any_array, kernels)):
         return [count * device.stream_s(num_bytes / count) if count else 0.0 for num_bytes, count in kernels]
     num_bytes, count = _stacked(*zip(*kernels, strict=True))
@@ -308,16 +301,15 @@ def _stream_s(kernels: Sequence[tuple[Floats, int]], device: Device) -> Sequence
 
 
 def _stacked(*columns: Sequence) -> np.ndarray:
-    """For each column one row for each operation, however many layouts each value is for."""
     values = [np.asarray(value, dtype=np.float64) for column in columns for value in column]
     together = np.stack(np.broadcast_arrays(*values))
     return together.reshape(len(columns), -1, *together.shape[1:])
 
 
 def _launches(operation: Operation, recompute: Recompute) -> tuple[int, int, int, int]:
-    """Kernels launched for `operation`, by pass, as `Passes` orders them."""
     if isinstance(operation, Stream):
         forward, backward = operation.forward_launches, operation.backward_launches
         return forward, forward if recompute in operation.again else 0, backward, 0
+    # In its backward pass a product launches two kernels, one for each gradient, and fused attention three.
     again = 1 if recompute in operation.again else 0
     return (1, again, 1, 1) if isinstance(operation, Product) else (1, again, 3, 0)

@@ -15,22 +15,25 @@ from functools import lru_cache
 import numpy as np
 
 from phalanx.parallel.config import Schedule
-from phalanx.plan.communication import DataExchange, data_exchange, gather_lead_s, reduce_tail_s, send_s
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.jobs import check
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.operations import Passes
 from phalanx.plan.overheads import IN_STEP, start_up_s, step_overheads, with_residual
 from phalanx.plan.pipeline.step_time import Array, StageCosts, StepTime, evaluate, evaluate_few
 from phalanx.plan.stages import (
     Costs,
+    DataExchange,
     Known,
-    RankShare,
     Stages,
     Weights,
+    data_exchange,
+    gather_lead_s,
     held_by,
     known_costs,
     model_flops,
+    reduce_tail_s,
+    send_s,
     stage_passes,
     stages_of,
     weights_of,
@@ -46,9 +49,6 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
 
     Args:
         known: costs of layers from predictions of the same job on the same cluster; what is new is added.
-
-    Raises:
-        UserError: the job cannot be spread like that.
     """
     job = with_residual(job, cluster)
     check(job, strategy, cluster)
@@ -60,9 +60,12 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     rank = int(line.time.busy_s.argmax())
     share = line.stages.shares[rank]
     exchanges = [weights_exchange(job, strategy, cluster, each) for each in weights]
-    data, held = data_time(job, strategy, line, weights, exchanges), _most_weights(line.stages, weights)
+    data = data_time(job, strategy, line, weights, exchanges)
+    # Updates and norms wait for the rank with most weights, which need not be the one that computes longest.
+    totals = np.array([each.total for each in weights])[line.stages.places].sum(axis=0)
+    held: Weights = sum((weights[place] for place in line.stages.places[:, totals.argmax()]), Weights())
     exposed: dict[str, float] = {
-        **computed_s(share, pieces, line.micro_batches),
+        **_summed(((cost.exposed, times) for cost, times in held_by(share, pieces)), line.micro_batches),
         "pipeline/bubble": float(line.time.bubble_s[rank]),
         "pipeline/imbalance": float(line.time.imbalance_s[rank]),
         "pipeline/sends": float(line.time.sends_s[rank]),
@@ -74,7 +77,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     # An efficiency that the user gives says nothing about where time is lost: it stretches the whole step.
     exposed["efficiency"] = sum(exposed.values()) * (1 / job.added.efficiency - 1)
     hidden = {
-        **hidden_s(share, pieces, line.micro_batches),
+        **_summed(((cost.hidden, times) for cost, times in held_by(share, pieces)), line.micro_batches),
         "data": data.hidden_s,
         "pipeline/sends": max(float(line.time.sent_s[rank] - line.time.sends_s[rank]), 0.0),
     }
@@ -96,27 +99,15 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     )
 
 
-def _most_weights(stages: Stages, weights: Sequence[Weights]) -> Weights:
-    """The weights of the pipeline rank that has most of them."""
-    totals = np.array([each.total for each in weights])[stages.places].sum(axis=0)
-    return sum((weights[place] for place in stages.places[:, totals.argmax()]), Weights())
-
-
 @dataclass(frozen=True, eq=False)
 class StepTimeline:
-    """One step in time, up to the last backward pass.
-
-    Attributes:
-        passes: of one micro-batch, by different stage.
-        time: of the pipeline; of the one rank's passes where there is no pipeline.
-        stage_times: of a pipeline, what `time` was worked out of.
-    """
+    """One step in time, up to the last backward pass."""
 
     stages: Stages
-    passes: Sequence[Passes]
+    passes: Sequence[Passes]  # of one micro-batch, by different stage
     micro_batches: int
-    time: StepTime
-    stage_times: StageTimes | None = None
+    time: StepTime  # of the pipeline; of the one rank's passes where there is no pipeline
+    stage_times: StageTimes | None = None  # of a pipeline, what `time` was worked out of
 
 
 def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stages: Stages) -> StepTimeline:
@@ -137,19 +128,16 @@ def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stage
         send,
         not job.software.pipeline_overlap,
     )
-    return StepTimeline(stages, passes, micro_batches, time, _stage_times(stages, passes, send, job))
-
-
-def _stage_times(stages: Stages, passes: Sequence[Passes], send_s: float, job: Job) -> StageTimes:
     of_each = [passes[number] for number in stages.alike]
-    return StageTimes(
+    stage_times = StageTimes(
         forward_s=tuple([float(p.forward) for p in of_each]),
         backward_s=tuple([float(p.backward) for p in of_each]),
         backward_input_s=tuple([float(p.again + p.backward_input) for p in of_each]),
         backward_weight_s=tuple([float(p.backward_weight) for p in of_each]),
-        send_s=send_s,
+        send_s=send,
         blocking=not job.software.pipeline_overlap,
     )
+    return StepTimeline(stages, passes, micro_batches, time, stage_times)
 
 
 @lru_cache(maxsize=1024)
@@ -175,13 +163,13 @@ def _evaluated(
     forward, backward, backward_input, backward_weight = np.array(passes, dtype=np.float64)[which].T
     sends = np.full(len(which) - 1, send_s)
     stage_costs = StageCosts(forward, backward, backward_input, backward_weight, sends, blocking=blocking)
+    # Phalanx refuses so few; other programs run them.
     if schedule == "1f1b" and micro_batches < ranks:
         return evaluate_few(ranks, micro_batches, stage_costs)
     return evaluate(schedule, ranks, chunks, micro_batches, stage_costs)
 
 
 def _without_pipeline(passes: Passes, micro_batches: int) -> StepTime:
-    """One rank that does all micro-batches, one after another."""
     span, none = float(passes.total * micro_batches), np.zeros(1)
     return StepTime(
         span_s=span,
@@ -199,27 +187,17 @@ def _without_pipeline(passes: Passes, micro_batches: int) -> StepTime:
 
 @dataclass(frozen=True)
 class DataTime:
-    """Seconds of one pipeline rank.
+    """Seconds of one pipeline rank."""
 
-    Attributes:
-        lead_s: its first forward passes wait for weights.
-        tail_s: its gradients are still being reduced after its last backward pass.
-        hidden_s: exchanged while it computed.
-    """
-
-    lead_s: float
-    tail_s: float
-    hidden_s: float
+    lead_s: float  # its first forward passes wait for weights
+    tail_s: float  # its gradients are still being reduced after its last backward pass
+    hidden_s: float  # exchanged while it computed
 
 
 def data_time(
     job: Job, strategy: Strategy, line: StepTimeline, weights: Sequence[Weights], exchanges: Sequence[DataExchange]
 ) -> DataTime:
-    """Of the pipeline rank that is done with it last.
-
-    Args:
-        weights, exchanges: of every different stage.
-    """
+    """Of the pipeline rank that is done with it last. `weights`, `exchanges`: of every different stage."""
     places = line.stages.places
     reduce_s = np.array([float(each.reduce_s) for each in exchanges])[places]
     gather_s = np.array([float(each.gather_s) for each in exchanges])[places]
@@ -266,16 +244,6 @@ def weights_exchange(job: Job, strategy: Strategy, cluster: Cluster, weights: We
     ranks = strategy.data * strategy.context // strategy.expert
     experts = data_exchange(job, strategy, cluster, weights.experts, ranks)
     return DataExchange(dense.reduce_s + experts.reduce_s, dense.gather_s + experts.gather_s)
-
-
-def computed_s(share: RankShare, costs: Costs, micro_batches: int) -> dict[str, float]:
-    """Exposed seconds by path of all passes on a rank."""
-    return _summed(((cost.exposed, times) for cost, times in held_by(share, costs)), micro_batches)
-
-
-def hidden_s(share: RankShare, costs: Costs, micro_batches: int) -> dict[str, float]:
-    """Seconds by path that the passes on a rank cover."""
-    return _summed(((cost.hidden, times) for cost, times in held_by(share, costs)), micro_batches)
 
 
 def _summed(pieces: Iterable[tuple[Mapping[str, Passes], int]], micro_batches: int) -> dict[str, float]:
@@ -336,6 +304,7 @@ def _number(path: str, fused_attention: bool, one_host: bool) -> tuple[str, str]
     """The number, of ``device`` or ``cluster``, that a part rests on."""
     top = path.split("/")[0]
     for prefix in (path, top):
+        # On one host no message goes over a network: the number is the host's measured all-reduce.
         if prefix in _NUMBERS:
             where, key = _NUMBERS[prefix]
             return (where, "all_reduce") if one_host and key.startswith("network.") else (where, key)

@@ -13,32 +13,34 @@ from numpy.typing import NDArray
 
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import placement_of
-from phalanx.plan.communication import data_exchange, send_s
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.formula import distinct
-from phalanx.plan.memory import memory_bound
+from phalanx.plan.memory.bound import memory_bound
 from phalanx.plan.operations import Passes, local_of
 from phalanx.plan.overheads import step_overheads, with_residual
 from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
-from phalanx.plan.stages import Costs, Weights, layer_costs, of_embedding, of_head, of_kind, stage_bounds
-from phalanx.plan.types import Floats, Ints, Job, Model, Strategy
+from phalanx.plan.stages import (
+    Weights,
+    data_exchange,
+    layer_costs,
+    of_embedding,
+    of_head,
+    of_kind,
+    send_s,
+    stage_bounds,
+)
+from phalanx.plan.types import Floats, Ints, Job, Model, Strategy, distinct
 
 Array = NDArray[np.float64]
 
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "micro_batch", "chunks")
 _OF_LAYERS = ("context", "tensor", "expert", "micro_batch")
 """What the cost of a layer depends on; on `shard` too where weights are split."""
-_NEARLY = 1 - 1e-9
-"""Sums in another order differ in the last digits; a bound stays below."""
+_NEARLY = 1 - 1e-9  # sums in another order differ in the last digits; a bound stays below
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Of many layouts.
-
-    Attributes:
-        step_s: never more than `predict` says.
-    """
+    """Of many layouts. `step_s`: never more than `predict` says."""
 
     step_s: Array
     job: Job
@@ -56,10 +58,19 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
     A pipeline's time is bounded from below (`phalanx.plan.pipeline.bounds`); so are exchanges of data-parallel ranks
     that overlap. All else is as in `predict`, for the smallest stages.
     """
-    strategy, job = _arrays(strategy), with_residual(job, cluster)
-    pieces, which = _layer_costs(job, strategy, cluster)
+    values = np.broadcast_arrays(*(np.atleast_1d(getattr(strategy, axis)) for axis in _AXES))
+    axes: dict[str, Any] = dict(zip(_AXES, values, strict=True))
+    strategy, job = replace(strategy, **axes), with_residual(job, cluster)
+    # Costs of the few different layers that there are, and which of them each layout has.
+    names = (*_OF_LAYERS, "shard") if strategy.zero == 3 else _OF_LAYERS
+    columns = [getattr(strategy, name) for name in names]
+    some, which = distinct(*columns)
+    axes = {name: column[some] for name, column in zip(names, columns, strict=True)}
+    pieces = layer_costs(job, replace(strategy, **axes), cluster)
     held = _held(job, strategy, pieces.kinds)
-    layers, embedding, head = _each_cost(pieces, which)
+    # Seconds of a micro-batch in a layer of each kind, the embedding and the head, by layout.
+    layers = [_chosen(cost.total, which) for cost in pieces.layers]
+    embedding, head = _chosen(pieces.embedding.total, which), _chosen(pieces.head.total, which)
     first, last = _sum(layers, held.first) + embedding, _sum(layers, held.last) + head
     middle = _sum(layers, held.middle)
     micro_batches = strategy.micro_batches(job.global_batch)
@@ -88,8 +99,14 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
     backward = np.where(
         strategy.pipeline > 1, _sum(layers, held.most).backward + ends, (first + last).backward - middle.backward
     )
-    forward = _sum(layers, held.most).forward + embedding.forward
-    data = _data(job, strategy, cluster, chunk, chunks, backward, _last_chunk_s(job, strategy, forward, sent))
+    last_chunk_s: Floats = np.inf
+    if strategy.schedule.startswith("interleaved"):
+        # The first pass of the last chunk begins on the first rank by then: its ranks run all of a round through one
+        # chunk after the other, and before it forward passes only.
+        turn = micro_batches // np.maximum(micro_batches // strategy.pipeline, 1)
+        forward = _sum(layers, held.most).forward + embedding.forward
+        last_chunk_s = (strategy.chunks - 1) * np.maximum(turn, strategy.pipeline) * (forward + sent)
+    data = _data(job, strategy, cluster, chunk, chunks, backward, last_chunk_s)
     # Not the weights of as many stages from between: with two ranks, each has an end, which may have fewer layers.
     fullest = Weights(
         np.maximum.reduce([_weights(job.model, strategy, pieces.kinds, rank.own).total for rank in held.ranks])
@@ -99,54 +116,27 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
     return Scores(np.broadcast_to(step, np.shape(strategy.pipeline)), job, strategy)
 
 
-def _arrays(strategy: Strategy) -> Strategy:
-    values = np.broadcast_arrays(*(np.atleast_1d(getattr(strategy, axis)) for axis in _AXES))
-    axes: dict[str, Any] = dict(zip(_AXES, values, strict=True))
-    return replace(strategy, **axes)
-
-
-def _layer_costs(job: Job, strategy: Strategy, cluster: Cluster) -> tuple[Costs, Ints]:
-    """Costs of the few different layers that there are, and which of them each layout has."""
-    names = (*_OF_LAYERS, "shard") if strategy.zero == 3 else _OF_LAYERS
-    columns = [getattr(strategy, name) for name in names]
-    first, which = distinct(*columns)
-    axes: dict[str, Any] = {name: column[first] for name, column in zip(names, columns, strict=True)}
-    return layer_costs(job, replace(strategy, **axes), cluster), which
-
-
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """A pipeline rank of every layout.
+    """A pipeline rank of every layout."""
 
-    Attributes:
-        behind: stages that a micro-batch goes through before it comes here first.
-        before: layers of each kind in those, kinds last.
-        own: layers of each kind on the rank, kinds last.
-        has_head: whether the loss head is here.
-    """
-
-    behind: Ints
-    before: Ints
-    own: Ints
-    has_head: Ints
+    behind: Ints  # stages that a micro-batch goes through before it comes here first
+    before: Ints  # layers of each kind in those, kinds last
+    own: Ints  # layers of each kind on the rank, kinds last
+    has_head: Ints  # whether the loss head is here
 
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """Layers of each kind by layout, kinds last.
-
-    Attributes:
-        middle: the fewest of the stages between the first and the last.
-        least, most: that any stage has.
-        ranks: of all that hold equally many the last, as most comes before it.
-    """
+    """Layers of each kind by layout, kinds last."""
 
     first: Ints
-    middle: Ints
+    middle: Ints  # the fewest of the stages between the first and the last
     last: Ints
+    # That any stage has.
     least: Ints
     most: Ints
-    ranks: Sequence[_Rank]
+    ranks: Sequence[_Rank]  # of all that hold equally many the last, as most comes before it
 
 
 def _held(job: Job, strategy: Strategy, kinds: tuple[tuple[int, bool], ...]) -> _Held:
@@ -206,14 +196,7 @@ def _different_ranks(counts: Ints, schedule: Schedule, ranks: int) -> list[tuple
     return [(rank, before[rank], own[rank], bool(rank == place[-1])) for rank in same.values()]
 
 
-def _each_cost(pieces: Costs, which: Ints) -> tuple[list[Passes], Passes, Passes]:
-    """Seconds of a micro-batch in a layer of each kind, the embedding and the head, by layout."""
-    layers = [_chosen(cost.total, which) for cost in pieces.layers]
-    return layers, _chosen(pieces.embedding.total, which), _chosen(pieces.head.total, which)
-
-
 def _sum(layers: Sequence[Passes], counts: Ints) -> Passes:
-    """Of so many layers of each kind."""
     return sum((cost * counts[:, kind] for kind, cost in enumerate(layers)), Passes())
 
 
@@ -243,7 +226,6 @@ def _through_ranks(
 
 
 def _chosen(passes: Passes, which: Ints) -> Passes:
-    """Those of each layout."""
     count = int(which.max()) + 1
 
     def of(value: Floats) -> Floats:
@@ -259,27 +241,12 @@ def _as_stage(passes: Passes, split: bool) -> StagePasses:
 
 
 def _weights(model: Model, strategy: Strategy, kinds: tuple[tuple[int, bool], ...], counts: Ints) -> Weights:
-    """Weights of a stage with so many layers of each kind."""
     each = [of_kind(model, is_mixture, strategy.tensor, strategy.expert) for _, is_mixture in kinds]
     total = sum((weights * counts[:, kind] for kind, weights in enumerate(each)), Weights())
     alone = strategy.pipeline == 1
     ends = of_embedding(model, strategy.tensor) + of_head(model, strategy.tensor, True)
     held: Weights = total + ends * alone
     return held
-
-
-def _last_chunk_s(job: Job, strategy: Strategy, forward_s: Floats, sent: Floats) -> Floats:
-    """When the first pass of the last chunk begins on the first rank, at most, in schedules whose ranks run all of a
-    round through one chunk after the other: before it they run forward passes only. Else never.
-
-    Args:
-        forward_s: of a micro-batch through any stage, at most.
-    """
-    if not strategy.schedule.startswith("interleaved"):
-        return np.inf
-    passes = strategy.micro_batches(job.global_batch)
-    turn = passes // np.maximum(passes // strategy.pipeline, 1)
-    return (strategy.chunks - 1) * np.maximum(turn, strategy.pipeline) * (forward_s + sent)
 
 
 def _data(

@@ -13,15 +13,9 @@ from phalanx.plan.types import Software
 
 PHALANX = Software()
 
-MEGATRON_2021 = Software(
-    # arXiv 2104.04473: fp16 with fp32 masters, fused softmax, bias-GELU and bias-dropout-add (section 4.2), sends split
-    # over tensor-parallel ranks and gathered (4.1); gradients in fp16, added by kernels of their own; nothing overlaps.
-    name="megatron-lm-2021",
-    fused_attention=False,
-    fused_elementwise=True,
-    stops_early=False,  # its own checkpoint runs the whole layer again
-    fused_loss=False,
-    fused_gradients=False,
+MIXED_PRECISION = Software(
+    # All that is kept and sent has 16 bits, but for the optimizer's fp32 masters.
+    name="mixed precision",
     residual_bytes=2,
     gradient_bytes=2,
     reduce_bytes=2,
@@ -29,9 +23,19 @@ MEGATRON_2021 = Software(
     sent_bytes=2,
     master_bytes=4,
     weight_bytes=2,
+)
+
+MEGATRON_2021 = replace(
+    # arXiv 2104.04473: fp16 with fp32 masters, fused softmax, bias-GELU and bias-dropout-add (section 4.2), sends split
+    # over tensor-parallel ranks and gathered (4.1); gradients in fp16, added by kernels of their own; nothing overlaps.
+    MIXED_PRECISION,
+    name="megatron-lm-2021",
+    fused_attention=False,
+    fused_elementwise=True,
+    stops_early=False,  # its own checkpoint runs the whole layer again
+    fused_loss=False,
     data_overlap=False,
     pipeline_overlap=False,
-    split_sends=True,
     even_stages=True,
 )
 
@@ -87,20 +91,18 @@ MEGATRON_CORE = replace(
     first_gather_hidden=False,
 )
 
-FSDP2_COMPILED = Software(
+FSDP2_COMPILED = replace(
     # PyTorch's fully sharded data parallelism, as torchtitan runs it: fp32 shards, weights gathered in bf16; after
     # every micro-batch whole bf16 gradients become fp32 and are divided before they are reduced onto the shard
     # (_reduce_grad in torch/distributed/fsdp/_runtime_utils.py; foreach_reduce of FSDP2), which moves as much as adding
     # them to fp32 sums. torch.compile fuses what is elementwise. Every projection is a product of its own; torch's
     # checkpoint stops early (set_checkpoint_early_stop, on by default).
+    MIXED_PRECISION,
     name="fsdp2-compiled",
     fused_elementwise=True,
     merged_projections=False,
-    residual_bytes=2,
-    gather_bytes=2,
-    sent_bytes=2,
-    master_bytes=4,
-    weight_bytes=2,
+    gradient_bytes=4,
+    reduce_bytes=4,
     pipeline_overlap=False,
 )
 
@@ -174,16 +176,8 @@ LAYOUTS: Mapping[str, Mapping[str, tuple[int | str, ...]]] = {
 
 
 def software_named(name: str) -> Software:
-    """The program of that name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The program of that name."""
     if name not in SOFTWARE:
-        raise UserError(
-            "is no program that can be predicted",
-            cure=f"take one of {', '.join(SOFTWARE)}",
-            field="--software",
-            value=name,
-        )
+        cure = f"take one of {', '.join(SOFTWARE)}"
+        raise UserError("is no program that can be predicted", cure=cure, field="--software", value=name)
     return SOFTWARE[name]

@@ -1,7 +1,8 @@
 """What each pipeline stage computes: which layers it holds, what a layer costs on a rank, and how many weights that is.
 
 `layer_costs` gives each layer and both ends: kernels, exchanges, and the host that launches them; `stages_of` shares
-the layers out, and `stage_passes` adds up what one micro-batch takes on a stage.
+the layers out, and `stage_passes` adds up what one micro-batch takes on a stage. Once per step the data-parallel ranks
+exchange gradients, and weights where they are split (`data_exchange`); pipeline stages send to each other (`send_s`).
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from phalanx.model.shapes import mean_keys
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import placement_of
 from phalanx.parallel.pipeline.split import cut
-from phalanx.plan.communication import (
+from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.layer import (
     Covered,
     RowExchange,
     context_exchange,
+    embedding,
     expert_exchange,
+    head,
+    layer,
     row_exchange,
+    slower,
     tensor_exchange,
     zero3_exchange,
 )
-from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.formula import functions
-from phalanx.plan.layer import embedding, head, layer, slower
 from phalanx.plan.operations import Local, Operation, Passes, Timed, local_of, timed
-from phalanx.plan.types import Floats, Ints, Job, Model, Strategy, layer_kinds
+from phalanx.plan.types import Floats, Ints, Job, Model, Strategy, functions, layer_kinds
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds.
-
-    Attributes:
-        layers: how many of each kind, as `Costs.kinds` orders them.
-    """
+    """What one stage holds. `layers`: how many of each kind, as `Costs.kinds` orders them."""
 
     index: int
     rank: int
@@ -53,19 +54,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one pipeline rank has of the model.
-
-    Attributes:
-        layers: of each kind, in all its chunks.
-        first: it has the embedding.
-        last: it has the loss head.
-        at_end: it is the last of the pipeline.
-    """
+    """What one pipeline rank has of the model."""
 
     layers: tuple[Ints, ...]
-    first: bool
-    last: bool
-    at_end: bool
+    first: bool  # it has the embedding
+    last: bool  # it has the loss head
+    at_end: bool  # it is the last of the pipeline
 
 
 def _share(chunks: Sequence[Stage], *, at_end: bool) -> RankShare:
@@ -125,6 +119,7 @@ def stages_of(job: Job, strategy: Strategy, kinds: Sequence[tuple[int, bool]]) -
     return _stages(job.model, job.sequence, even, strategy.schedule, ranks, chunks, tuple(kinds))
 
 
+# A search asks for the same stages with many ways to share state, which do not matter here.
 @lru_cache(maxsize=1024)
 def _stages(
     model: Model,
@@ -162,19 +157,16 @@ def stage_bounds(model: Model, sequence: int, stages: int, even: bool) -> tuple[
     # A lookup is hardly any work, but the head is as much as several layers: the last stage gets fewer of them.
     pieces[0] += 2.0 * model.hidden
     pieces[-1] += 6.0 * model.vocab_rows * model.hidden
-    return tuple(cut(pieces, stages))
+    return cut(tuple(pieces), stages)
 
 
 def _flops(model: Model, sequence: int, layer: int) -> float:
     """Forward and backward FLOPs of one token in `layer`, as `phalanx.parallel.pipeline.split` counts them."""
+    # Backward computes two products for each of forward's: 3 times in all.
     return 3 * (
         2.0 * layer_weights(model, layer, active=True)
-        + _flops_per_key(model) * mean_keys(sequence, model.window_of(layer) or None)
+        + 4.0 * model.heads * model.head_dim * mean_keys(sequence, model.window_of(layer) or None)
     )
-
-
-def _flops_per_key(model: Model) -> float:
-    return 4.0 * model.heads * model.head_dim
 
 
 def model_flops(job: Job) -> float:
@@ -218,15 +210,10 @@ def weights_of(
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the passes over one micro-batch, by path.
+    """Seconds of the passes over one micro-batch, by path."""
 
-    Attributes:
-        exposed: parts that follow each other.
-        hidden: what runs beside them.
-    """
-
-    exposed: Mapping[str, Passes]
-    hidden: Mapping[str, Passes]
+    exposed: Mapping[str, Passes]  # parts that follow each other
+    hidden: Mapping[str, Passes]  # what runs beside them
 
     @cached_property
     def total(self) -> Passes:
@@ -236,15 +223,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of all pieces of a model: one for each kind of layer, and the ends.
-
-    Attributes:
-        kinds: of the layers: keys seen and whether the layer is a mixture.
-        layers: for each kind.
-    """
+    """Costs of all pieces of a model: one for each kind of layer, and the ends."""
 
     local: Local
-    kinds: tuple[tuple[int, bool], ...]
+    kinds: tuple[tuple[int, bool], ...]  # of the layers: keys seen and whether the layer is a mixture
     layers: tuple[Cost, ...]
     embedding: Cost
     head: Cost
@@ -256,6 +238,8 @@ Known: TypeAlias = MutableMapping[Hashable, Costs]
 
 def known_costs(job: Job, strategy: Strategy, cluster: Cluster, known: Known) -> Costs:
     """As `layer_costs`, of a strategy with plain numbers; each is worked out once."""
+    # All that the costs of a layer depend on. How many ranks share state matters only where ZeRO 3 gathers weights in
+    # every pass.
     key = (
         *(strategy.context, strategy.tensor, strategy.expert, strategy.micro_batch, strategy.recompute),
         *(strategy.sequence_parallel, strategy.tensor_overlap, strategy.tensor_chunks, strategy.context_method),
@@ -295,6 +279,7 @@ def _layer(
     }
     if is_mixture:
         exchanges["expert"] = expert_exchange(strategy, cluster, local)
+    # Last, since its exchanges hide beside all that the layer does, waiting for the others included.
     if strategy.zero == 3:
         computing = kernels.total + Passes.sum(each.exposed for each in exchanges.values())
         weights = of_kind(job.model, is_mixture, strategy.tensor, strategy.expert).total
@@ -326,10 +311,12 @@ def _cost(job: Job, cluster: Cluster, kernels: Timed, exchanges: Mapping[str, Co
         exposed |= {path: covered.exposed + covered.hidden for path, covered in exchanges.items()}
         hidden = {}
     calls = Passes.sum(covered.collectives for covered in exchanges.values())
+    # Between two kernels that wait for each other the device idles for a moment, however far ahead the host is.
     exposed["compute/gaps"] = (kernels.launches + calls) * cluster.device.kernel_gap_s
     device = Passes.sum(exposed.values())
     launching_s = cluster.device.launching_s(compiled=job.software.compiled)
     host = (kernels.launches + calls) * (launching_s * job.software.host_factor)
+    # A GPU waits for the host only where that takes longer than all kernels; on a CPU both are the same cores.
     exposed["compute/host"] = host if cluster.device.kind == "cpu" else _not_covered(host, device)
     return Cost(exposed, hidden)
 
@@ -350,15 +337,10 @@ def _more(host_s: Floats, device_s: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Weights:
-    """Elements on one tensor-parallel rank.
+    """Elements on one tensor-parallel rank."""
 
-    Attributes:
-        dense: shared by all data-parallel ranks.
-        experts: of the experts that the rank holds.
-    """
-
-    dense: Floats = 0.0
-    experts: Floats = 0.0
+    dense: Floats = 0.0  # shared by all data-parallel ranks
+    experts: Floats = 0.0  # of the experts that the rank holds
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(self.dense + other.dense, self.experts + other.experts)
@@ -384,8 +366,10 @@ def layer_weights(model: Model, layer: int, active: bool = False) -> int:
 
 def of_kind(model: Model, is_mixture: bool, tensor: Ints, expert: Ints) -> Weights:
     """Weights of one layer: matrices are split over `tensor` ranks, experts over `expert` ranks too."""
+    # Layers of one kind have the same matrices; windows change none.
     layer = next(n for n in range(model.layers) if model.is_mixture(n) == is_mixture)
     norms = (1 if model.block == "parallel" else 2) * model.hidden * (2 if model.norm == "layer" else 1)
+    # Biases of split outputs are split with them; norms, and biases of what is summed over ranks, are whole on each.
     biases = 0.0
     if model.bias != "none":
         biases += model.head_dim * (model.heads + 2 * model.kv_heads) / tensor
@@ -409,3 +393,105 @@ def of_head(model: Model, tensor: Ints, alone: bool) -> Weights:
     norm = model.hidden * (2 if model.norm == "layer" else 1)
     matrix = 0 if model.tie_embeddings and alone else model.vocab_rows * model.hidden / tensor
     return Weights(norm + matrix)
+
+
+@dataclass(frozen=True)
+class DataExchange:
+    """Seconds of what a rank exchanges for some of its weights."""
+
+    reduce_s: Floats  # summing their gradients
+    gather_s: Floats  # collecting the weights that other ranks updated; 0 where every rank updates all
+
+
+def data_exchange(
+    job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, ranks: Ints | None = None
+) -> DataExchange:
+    """Exchanges for `weights` elements of a rank, as one message each way.
+
+    Gradients are summed over data-parallel and context ranks. Where state is split (ZeRO 1 and up) they are scattered
+    over the ranks that split it and all-reduced between the copies; updated weights are gathered.
+
+    Args:
+        ranks: that share these weights; None: all data-parallel and context ranks (experts are shared by fewer).
+    """
+    # Ranks of a tensor-parallel group are neighbours, so those that share its weights lie that far apart.
+    stride = strategy.tensor
+    sharded = strategy.shard * strategy.context
+    copies = strategy.replicate
+    if ranks is not None:
+        # Of experts, fewer ranks hold the same ones: the copies are counted first.
+        f = functions(sharded, copies, ranks)
+        copies_left = f.least(copies, ranks)
+        sharded, copies = f.largest(ranks // copies_left, 1), copies_left
+    num_bytes = weights * job.software.reduce_bytes
+    if strategy.zero == 0:
+        # Zero times the weights, not 0, so that it has the shape of an array of layouts.
+        return DataExchange(cluster.collective_s("all_reduce", num_bytes, sharded * copies, stride), 0.0 * weights)
+    between: Floats = 0.0
+    # Copies exchange only the shard that each rank has reduced. Arrays are worked out in any case: for one copy it is 0
+    # s.
+    if not (isinstance(copies, int) and copies == 1):
+        between = cluster.collective_s("all_reduce", num_bytes / sharded, copies, stride * sharded)
+    if strategy.zero == 3:  # all else goes in every pass
+        return DataExchange(between, 0.0 * weights)
+    scatter = cluster.collective_s("reduce_scatter", num_bytes, sharded, stride)
+    gathered = weights * job.software.gather_bytes
+    gather = cluster.collective_s("all_gather", gathered, sharded, stride)
+    return DataExchange(scatter + between, gather)
+
+
+def reduce_tail_s(reduce_s: Array, ready_s: Array, backward_s: Array, buckets: Array) -> Array:
+    """Seconds after the end of each rank's computing until the gradients of all its chunks are reduced.
+
+    Chunks are reduced one after another in the order in which their last backward passes end. A chunk in several
+    buckets begins while its last backward pass runs; its last bucket waits for the end.
+    """
+    ready_s, reduce_s, backward_s = _in_order(ready_s, reduce_s, backward_s)
+    # All buckets but the last are ready at equal distances during the last backward pass.
+    begin_s = ready_s - backward_s * (1 - 1 / buckets)
+    last_s = ready_s + reduce_s / buckets
+    free_s = np.zeros(len(buckets))
+    for begin, seconds, last in zip(begin_s, reduce_s, last_s, strict=True):
+        free_s = np.maximum(np.maximum(free_s, begin) + seconds, last)
+    tail_s: Array = np.maximum(free_s - ready_s[-1], 0.0)
+    return tail_s
+
+
+def gather_lead_s(gather_s: Array, needed_s: Array) -> Array:
+    """Seconds by which gathering weights, chunk after chunk from the start of the step, delays each rank's forwards."""
+    needed_s, gather_s = _in_order(needed_s, gather_s)
+    late_s: Array = (gather_s.cumsum(axis=0) - needed_s).max(axis=0, initial=0.0)
+    return late_s
+
+
+def _in_order(when_s: Array, *others: Array) -> tuple[Array, ...]:
+    """All with the chunks of each rank in the order of `when_s`."""
+    if len(when_s) == 1:
+        return when_s, *others
+    order, ranks = when_s.argsort(axis=0, kind="stable"), np.arange(when_s.shape[1])
+    return tuple(each[order, ranks] for each in (when_s, *others))
+
+
+_RESTART_LAUNCHES = 25
+"""Host work, in launches, from a send that the host waited for to the next kernel (assumed): Megatron-LM synchronises
+device and host after each exchange between stages, so that the device idles while the schedule goes on in Python."""
+
+
+def send_s(job: Job, strategy: Strategy, cluster: Cluster, local: Local) -> Floats:
+    """Seconds in which one micro-batch's activations, or their gradients, go from a stage to the next.
+
+    With sequence parallelism every rank sends the rows it keeps. Without, all tensor-parallel ranks hold the same rows:
+    each sends all of them, or its part, and the receivers gather (arXiv 2104.04473, section 4.1, "scatter/gather").
+    """
+    # Where sends overlap they are posted ahead, and the host never waits for one.
+    restart = 0.0
+    if not local.software.pipeline_overlap:
+        restart = _RESTART_LAUNCHES * cluster.device.host_launch_s * local.software.host_factor
+    stride = strategy.data * strategy.context * strategy.tensor
+    whole = local.tokens * job.model.hidden * local.software.sent_bytes
+    if strategy.sequence_parallel:
+        return restart + cluster.send_s(whole / strategy.tensor, stride)
+    if not local.software.split_sends:
+        return restart + cluster.send_s(whole, stride)
+    gather = cluster.collective_s("all_gather", whole, strategy.tensor)
+    return restart + (cluster.send_s(whole / strategy.tensor, stride) + gather)

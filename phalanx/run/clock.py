@@ -10,12 +10,7 @@ from phalanx.faults.host_faults import wall_clock
 
 
 class Now(NamedTuple):
-    """One moment, of the driver's two clocks.
-
-    Attributes:
-        monotonic_s: for durations; means nothing to another process.
-        unix_s: for people, and for events, which outlive this process.
-    """
+    """One moment: monotonic, for durations within this process; unix, for people and for events, which outlive it."""
 
     monotonic_s: float
     unix_s: float
@@ -27,10 +22,10 @@ def read_clocks() -> Now:
 
 
 def unix_s() -> float:
-    """Seconds since 1970, by the wall clock that this process was given at its start; a campaign can make it jump.
+    """Seconds since 1970, by the wall clock of this process; a fault campaign can make it jump.
 
     Raises:
-        UserError: it was given none that can be read.
+        UserError: the clock that it was given cannot be read.
     """
     return _wall()()
 

@@ -21,6 +21,7 @@ from phalanx.run.judge.interface_traffic import TrafficConfig
 from phalanx.run.judge.step_limits import LimitConfig
 from phalanx.run.judge.stragglers import SlowConfig
 from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, require_tls_unless_loopback
+from phalanx.telemetry.alerts.alert_config import AlertsConfig
 
 Devices = Literal["auto", "gpu", "cpu"]
 
@@ -45,6 +46,10 @@ class PolicyConfig(Config):
     slow_factor: float = Field(
         1.1, ge=1.01, description="from how many times the usual step time on a slow host is replaced"
     )
+    replace_faulty: bool = Field(
+        False, description="replace a host that the judge of machines advises to evict, when a spare is ready"
+    )
+    faulty_per_hour: int = Field(2, ge=1, description="so many of those in an hour; of more people are told")
     joining_check: Literal["passive", "quick", "full"] = Field(
         "quick", description="what a host has to pass before it may take part"
     )
@@ -162,16 +167,57 @@ class LogsConfig(Config):
 
 
 class PreviousConfig(Config):
-    """An earlier version of the code, which the ladder goes back to before it stops."""
+    """An earlier version of the code, to go back to before the job is given up."""
 
     script: str = Field("", description="script or module of the earlier version; empty: the same")
     working_folder: str = Field("", description="folder that it is run in, such as a checkout; empty: the same")
     arguments: tuple[str, ...] | None = Field(None, description="its arguments; absent: the same")
 
-    @property
-    def is_given(self) -> bool:
-        """Whether there is one."""
-        return bool(self.script or self.working_folder or self.arguments is not None)
+
+class PrometheusConfig(Config):
+    """Monitoring data of the job's hosts, by which the judge of machines follows them."""
+
+    url: str = Field(
+        "",
+        pattern=r"^(https?://[^/\s?#]+(/[^\s?#]*)?)?$",
+        description="http or https address of the server, without a password; empty: none is asked",
+    )
+    host_label: str = Field(
+        "instance", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="label of its series that names hosts"
+    )
+    hosts: dict[str, str] = Field(
+        default_factory=dict,
+        description="names of hosts in that label (a table), where they are neither those of the job nor addresses",
+    )
+    selector: str = Field("", description='further matchers of every query: cluster="a", job=~"dcgm|node"')
+    scrape_s: float = Field(1.0, gt=0, le=3600, description="how often it scrapes its exporters, seconds")
+    every_s: float = Field(5.0, ge=0.2, le=3600, description="how often it is asked for what is new, seconds")
+    token_file: str = Field("", description="file with a bearer token; empty: none")
+    user: str = Field("", description="name for basic authentication; empty: none")
+    password_file: str = Field("", description="file with its password")
+    ca_file: str = Field("", description="certificates that sign the server's (PEM); empty: the system's")
+    policy: dict[str, Any] = Field(
+        default_factory=dict, description="numbers of the judge (a table), such as continuity_s; see its page"
+    )
+
+
+class JudgesConfig(Config):
+    """Judges of `phalanx detect` beside the job, in a process of their own: what they find is told and advised."""
+
+    every_s: float = Field(
+        300.0,
+        ge=0,
+        description="how often judges look at what the run records while it trains, seconds; 0: none is asked at all",
+    )
+    limit_s: float = Field(120.0, ge=1, description="a look that takes longer is given up, seconds")
+    history: tuple[str, ...] = Field(
+        (),
+        description="earlier jobs, folders of jobs and tables of incidents, by which repeat offenders are named "
+        "when they join; empty: the jobs beside the run folder, where hosts are machines",
+    )
+    prometheus: PrometheusConfig = Field(
+        default_factory=PrometheusConfig, description="the server that has the metrics of the job's hosts"
+    )
 
 
 class ChecksConfig(Config):
@@ -228,6 +274,7 @@ class RunConfig(Config):
     traffic: TrafficConfig = Field(
         default_factory=TrafficConfig, description="when the training interfaces carry too little"
     )
+    judges: JudgesConfig = Field(default_factory=JudgesConfig, description="judges that look at the job as it goes on")
     rules: tuple[str, ...] = Field((), description="TOML files with log rules beside those that come along")
     checks: ChecksConfig = Field(default_factory=ChecksConfig, description="self-tests of hosts")
     previous: PreviousConfig = Field(
@@ -243,6 +290,10 @@ class RunConfig(Config):
     tls: TlsConfig = Field(default_factory=TlsConfig, description="certificates")
     token_file: str = Field("", description="file with the job's token; empty: secret/token in the run folder")
     webhook: str = Field("", description="URL that incidents are posted to; empty: none")
+    alerts: AlertsConfig = Field(
+        default_factory=AlertsConfig,
+        description="who hears of trouble; of a training, where nothing is set here, as its config file has it",
+    )
 
     @property
     def job_name(self) -> str:
@@ -265,7 +316,7 @@ class RunConfig(Config):
 
     @property
     def script_arguments(self) -> tuple[str, ...]:
-        """What the script is given; a training whose folder nobody names goes where its job does."""
+        """Arguments of the script; a training without a folder of its own goes where its job does."""
         training = self.training
         is_own = not (self.folder or self.name or self.working_folder)  # the training's own default is the same
         if training is None or is_own or training.names_folder(self.working_folder):
@@ -274,7 +325,7 @@ class RunConfig(Config):
 
     @property
     def checkpoint_place(self) -> str:
-        """Where checkpoints go, resolved as the script resolves it: from the folder that it runs in; empty: unknown."""
+        """Where checkpoints go, resolved from the folder that the script runs in; empty: unknown."""
         if not self.checkpoints or "://" in self.checkpoints:
             return self.checkpoints
         return str((Path(self.working_folder or ".") / Path(self.checkpoints).expanduser()).absolute())
@@ -295,18 +346,14 @@ class RunConfig(Config):
         return Path(self.logs.folder) if self.logs.folder else self.run_folder / "logs"
 
     def to_job(self, workers_per_host: int) -> Job:
-        """What the decision function takes.
-
-        Args:
-            workers_per_host: as `workers_on` has it for the hosts of the job.
-        """
+        """What the decision function takes; `workers_per_host`: from `workers_on`."""
         return Job(self.job_name, self.hosts, workers_per_host, self.spares, self.allowed_hosts, self.previous_version)
 
     @property
     def previous_version(self) -> str:
-        """What the earlier version of the code is called; empty: there is none."""
+        """A name for the earlier version of the code; empty: there is none."""
         previous = self.previous
-        return previous.script or previous.working_folder or ("given" if previous.is_given else "")
+        return previous.script or previous.working_folder or ("given" if previous.arguments is not None else "")
 
     @field_validator("workers_per_host", mode="before")
     @classmethod
@@ -375,8 +422,7 @@ def load_job(
     """Read a job file, then apply what flags changed, then ``run.key=value`` pairs.
 
     Args:
-        path: None: there is no file.
-        changes: dotted keys and plain values, as `phalanx.run.flags` gives them.
+        changes: dotted keys and plain values, from `phalanx.run.flags`.
 
     Raises:
         UserError: something is wrong with one of them.

@@ -1,12 +1,11 @@
 """torchrun's flags, so that a command line that was made for it works with `phalanx run`.
 
-Each flag either changes a setting of ``[run]``, or is accepted and has no meaning here, which is said, or contradicts
+Each flag either changes a setting of ``[run]``, or is accepted and has no meaning here, which is noted, or contradicts
 how `phalanx run` works, which is an error with its cure. Variables ``PET_<FLAG>`` are defaults, as for torchrun.
 
-A job that is `phalanx train`: where the training goes, by the words of its command line.
-
-The job is looked for by its folder whenever its driver is started again, so that must not depend on anything that may
-be edited meanwhile, such as the config file.
+A job that is `phalanx train` gets its folder from the words of its command line: the job is looked for by its folder
+whenever its driver is started again, so that must not depend on anything that may be edited meanwhile, such as the
+config file.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx.core.config import parse_override
@@ -28,27 +28,17 @@ _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 
 @dataclass(frozen=True)
 class Flags:
-    """What a command line says.
+    """A command line that was read."""
 
-    Attributes:
-        changes: settings by dotted key, for `phalanx.run.config.load_job`.
-        notes: a line for each flag that is accepted and has no meaning here, or another one.
-        ours: options of `phalanx run` itself, in order, as they were written.
-    """
-
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # settings by dotted key, for `phalanx.run.config.load_job`
+    # A line for each flag that is accepted and has no meaning here, or another one.
     notes: list[str] = field(default_factory=list)
-    ours: list[str] = field(default_factory=list)
+    ours: list[str] = field(default_factory=list)  # options of `phalanx run` itself, in order, as they were written
 
 
 @dataclass(frozen=True)
 class _Flag:
-    """A flag of torchrun.
-
-    Attributes:
-        note: what to say of it where it has no meaning; empty: it has one.
-        choices, kind: of its value.
-    """
+    """A flag of torchrun; `note`: why it has no meaning here."""
 
     name: str
     short: str = ""
@@ -113,33 +103,25 @@ def read_flags(arguments: Sequence[str], environ: Mapping[str, str], ours: Mappi
     Raises:
         UserError: a flag is unknown, lacks its value, has a wrong one, or contradicts others or `phalanx run`.
     """
-    words = _split(list(arguments), ours or {})
-    values = {
-        flag: _from_environment(flag, environ) if flag.name not in words.values else words.values[flag.name]
-        for flag in _TORCHRUN
-    }
+    options: list[str] = []
+    given, script = _split(list(arguments), ours or {}, options)
+    values = {flag: given[flag.name] if flag.name in given else _from_environment(flag, environ) for flag in _TORCHRUN}
     changes, notes = _translated({flag.destination: value for flag, value in values.items()})
     idle = (flag for flag, value in values.items() if flag.note and value)
     notes += [f"--{flag.name} has no meaning here: {flag.note}" for flag in idle]
-    if words.script:
-        changes |= {"run.script": words.script[0], "run.arguments": words.script[1:]}
-    return Flags(changes, notes, words.ours)
+    if script:
+        changes |= {"run.script": script[0], "run.arguments": script[1:]}
+    return Flags(changes, notes, options)
 
 
-@dataclass(frozen=True)
-class _Words:
-    """A command line, taken apart: values of torchrun's flags, options of ours, and the script with its arguments."""
+def _split(rest: list[str], ours: Mapping[str, bool], options: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Values of torchrun's flags, and the script with its arguments; `options` gets those of ours.
 
-    values: dict[str, Any] = field(default_factory=dict)
-    ours: list[str] = field(default_factory=list)
-    script: list[str] = field(default_factory=list)
-
-
-def _split(rest: list[str], ours: Mapping[str, bool]) -> _Words:
-    """As argparse would, but that a script's own ``--`` stays, and that there may be no script."""
+    As argparse would, but that a script's own ``--`` stays, and that there may be no script.
+    """
     flags = {spelling: flag for flag in _TORCHRUN for spelling in flag.spellings}
     known: dict[str, _Flag | bool] = {**flags, **ours}
-    words = _Words()
+    values: dict[str, Any] = {}
     while rest and rest[0] != "--" and rest[0].startswith("-"):
         written, value = _option(rest.pop(0), known)
         meant = known[written]
@@ -151,15 +133,14 @@ def _split(rest: list[str], ours: Mapping[str, bool]) -> _Words:
         elif not takes_value and value is not None:
             raise UserError("takes no value", cure=f"write {written} alone", field=written, value=value)
         if isinstance(meant, bool):
-            words.ours.extend([written] if value is None else [written, value])
+            options.extend([written] if value is None else [written, value])
         else:
-            words.values[meant.name] = True if value is None else _typed(meant, value, f"--{meant.name}")
+            values[meant.name] = True if value is None else _typed(meant, value, f"--{meant.name}")
     rest = rest[1:] if rest[:1] == ["--"] else rest
     if rest[:1] in (["-m"], ["--module"]):  # after the --, as python -m is written
-        words.values["module"] = True
+        values["module"] = True
         rest = rest[1:]
-    words.script.extend(rest)
-    return words
+    return values, rest
 
 
 def _option(word: str, known: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -203,19 +184,30 @@ def _translated(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings, and lines about flags that mean something a little different here."""
     changes: dict[str, Any] = {}
     notes: list[str] = []
-    _contradictions(given)
+    fewest, most = _nodes(given["nnodes"]) if given["nnodes"] is not None else (1, 1)
+    _refuse_contradictions(given, most)
     if given["nnodes"] is not None:
-        fewest, most = _nodes(given["nnodes"])
         changes["run.hosts"] = most
         if fewest < most:
             changes["run.allowed_hosts"] = list(range(fewest, most))
             changes["run.policy.when_missing"] = "shrink"
     if given["standalone"]:
         changes |= {"run.backend": "local", "run.hosts": 1}
-    if given["nproc_per_node"] is not None:
-        changes["run.workers_per_host"] = _workers(given["nproc_per_node"])
-    if given["max_restarts"] is not None:
-        _restarts(given["max_restarts"], changes, notes)
+    if (workers := given["nproc_per_node"]) is not None:
+        if workers not in ("auto", "gpu", "cpu"):
+            if not re.fullmatch(r"\d+", workers) or int(workers) < 1:
+                cure = "write a number from 1, auto, gpu or cpu"
+                raise UserError("is no number of ranks", cure=cure, field="--nproc-per-node", value=workers)
+            workers = int(workers)
+        changes["run.workers_per_host"] = workers
+    if (count := given["max_restarts"]) is not None:
+        # torchrun gives up after so many restarts in all; 0, its default, means none at all.
+        if count < 0:
+            raise UserError("is below 0", cure="give 0 or more", field="--max-restarts", value=count)
+        if count == 0:
+            notes.append("--max-restarts 0 has no meaning here: to have no restart, set run.policy.advise_only = true")
+        else:
+            changes["run.policy.max_restarts"] = count
     if given["rdzv_id"] not in (None, "none"):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", given["rdzv_id"]).strip("-._")[:63]
         changes |= {"run.name": name} if name else {}
@@ -231,24 +223,6 @@ def _translated(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return changes, notes
 
 
-def _contradictions(given: Mapping[str, Any]) -> None:
-    nodes = _nodes(given["nnodes"]) if given["nnodes"] is not None else (1, 1)
-    if given["module"] and given["no_python"]:
-        raise UserError("--module and --no-python contradict each other", cure="give one of them")
-    if given["no_python"]:
-        cure = "give the Python script itself, or -m and its module; what it has to start it can start by itself"
-        raise UserError(f"--no-python does not fit: {_WARM}", cure=cure)
-    if given["virtual_local_rank"]:
-        cure = "leave it out, and let the script choose its device by LOCAL_RANK"
-        raise UserError("--virtual-local-rank does not fit: every rank sees all devices of its host", cure=cure)
-    if given["standalone"] and nodes[1] > 1:
-        cure = "remove --standalone, or give --nnodes 1"
-        raise UserError("--standalone is for one host", cure=cure, field="--nnodes", value=given["nnodes"])
-    if given["node_rank"]:
-        cure = "give the command once, for all hosts: the back end starts them; leave --node-rank out"
-        raise UserError("no host starts by itself", cure=cure, field="--node-rank", value=given["node_rank"])
-
-
 def _nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -257,23 +231,21 @@ def _nodes(text: str) -> tuple[int, int]:
     return fewest, most
 
 
-def _workers(text: str) -> int | str:
-    if text in ("auto", "gpu", "cpu"):
-        return text
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
-        cure = "write a number from 1, auto, gpu or cpu"
-        raise UserError("is no number of ranks", cure=cure, field="--nproc-per-node", value=text)
-    return int(text)
-
-
-def _restarts(count: int, changes: dict[str, Any], notes: list[str]) -> None:
-    """torchrun gives up after so many restarts in all; 0, its default, means none at all."""
-    if count < 0:
-        raise UserError("is below 0", cure="give 0 or more", field="--max-restarts", value=count)
-    if count == 0:
-        notes.append("--max-restarts 0 has no meaning here: to have no restart, set run.policy.advise_only = true")
-    else:
-        changes["run.policy.max_restarts"] = count
+def _refuse_contradictions(given: Mapping[str, Any], hosts: int) -> None:
+    if given["module"] and given["no_python"]:
+        raise UserError("--module and --no-python contradict each other", cure="give one of them")
+    if given["no_python"]:
+        cure = "give the Python script itself, or -m and its module; what it has to start it can start by itself"
+        raise UserError(f"--no-python does not fit: {_WARM}", cure=cure)
+    if given["virtual_local_rank"]:
+        cure = "leave it out, and let the script choose its device by LOCAL_RANK"
+        raise UserError("--virtual-local-rank does not fit: every rank sees all devices of its host", cure=cure)
+    if given["standalone"] and hosts > 1:
+        cure = "remove --standalone, or give --nnodes 1"
+        raise UserError("--standalone is for one host", cure=cure, field="--nnodes", value=given["nnodes"])
+    if given["node_rank"]:
+        cure = "give the command once, for all hosts: the back end starts them; leave --node-rank out"
+        raise UserError("no host starts by itself", cure=cure, field="--node-rank", value=given["node_rank"])
 
 
 _MODULES = ("phalanx", "phalanx.__main__", "phalanx.cli.main")
@@ -281,15 +253,14 @@ _FOLDER = "run.folder"
 
 
 class Training(NamedTuple):
-    """What the words say.
+    """Where a training goes: its config file, and its folder (empty: not given), from the folder that ranks run in.
 
-    Attributes:
-        config: its file, from the folder that ranks run in.
-        folder: where it goes, from there; empty: they do not say.
+    `alerts`: settings of ``[alerts]`` that its words give, by their names.
     """
 
     config: str
     folder: str
+    alerts: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def name(self) -> str:
@@ -297,7 +268,7 @@ class Training(NamedTuple):
         return Path(self.folder).name if self.folder else Path(self.config).stem
 
     def names_folder(self, working_folder: str) -> bool:
-        """Whether the words, or the config file, say where it goes; a file that cannot be read here says nothing."""
+        """Whether the words, or the config file if it can be read here, give a folder."""
         if self.folder:
             return True
         with suppress(OSError, ValueError, AttributeError):
@@ -310,28 +281,25 @@ def training_of(script: str, is_module: bool, arguments: Sequence[str]) -> Train
     """The training that a module and its arguments stand for; None: it is something else."""
     if not is_module or script not in _MODULES or arguments[:1] not in (["train"], ("train",)):
         return None
-    words = list(_positional(arguments[1:]))
-    return Training(words[0], _folder_of(words[1:])) if words else None
+    words, rest = list[str](), iter(arguments[1:])
+    for word in rest:
+        if word == "--cluster":
+            next(rest, "")
+        elif not word.startswith("-"):
+            words.append(word)
+    if not words:
+        return None
+    folder, alerts = "", dict[str, Any]()
+    for word in words[1:]:
+        with suppress(UserError):  # which the training will report
+            key, value = parse_override(word)
+            folder = str(value) if key == _FOLDER else folder
+            table, _, name = key.partition(".")
+            if table == "alerts" and name:
+                alerts[name] = value
+    return Training(words[0], folder, alerts)
 
 
 def with_folder(folder: Path) -> str:
     """The word that has a training go there."""
     return f"{_FOLDER}={json.dumps(str(folder), ensure_ascii=False)}"
-
-
-def _positional(words: Sequence[str]) -> Iterator[str]:
-    rest = iter(words)
-    for word in rest:
-        if word == "--cluster":
-            next(rest, "")
-        elif not word.startswith("-"):
-            yield word
-
-
-def _folder_of(overrides: Sequence[str]) -> str:
-    found = ""
-    for word in overrides:
-        with suppress(UserError):  # which the training will say
-            key, value = parse_override(word)
-            found = str(value) if key == _FOLDER else found
-    return found

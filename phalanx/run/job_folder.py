@@ -1,9 +1,8 @@
-"""The folder of a run: `job.json` for commands that look for it, and what earlier jobs left.
+"""The folder of a run: `job.json` for commands that look for it, what earlier jobs left, and what still lives of a job.
 
-What an earlier job left is kept in ``earlier/NNNN``.
-
-Running the same command again is what people do every day: each job gets a fresh journal, and nothing is lost. And what
-still lives of a job whose driver does not: who starts the driver again, and its executors.
+Running the same command again is what people do every day: each job gets a fresh journal, and nothing is lost, since
+what an earlier job left is kept in ``earlier/NNNN``. Of a job without a living driver its supervisor and its executors
+may live.
 """
 
 from __future__ import annotations
@@ -32,36 +31,24 @@ Life = Literal["lives", "dead", "elsewhere"]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, as its last driver wrote it down; nothing in it is secret.
-
-    Attributes:
-        driver_host, pid, started_ticks, boot_id: which process the driver is.
-        began_unix_s: when that driver began.
-        http: URL of the interface for people; empty: none yet.
-        certificate, authority: what its certificate is checked by; empty: no TLS.
-        token, journal, logs: where they are; relative to the run folder where they lie in it.
-        journal_job: the job's name in the journal.
-        command: script and arguments.
-        status: with which the job has ended; None: it has not.
-        ended: why.
-    """
+    """A job, as its last driver wrote it down; nothing in it is secret."""
 
     job: str
-    driver_host: str
+    driver_host: str  # `driver_host`, `pid`, `started_ticks`, `boot_id`: which process the driver is
     pid: int
     started_ticks: int
     boot_id: str
     began_unix_s: float
-    token: str
+    token: str  # `token`, `journal`, `logs`: where they are; relative to the run folder where they lie in it
     journal: str
     logs: str
     journal_job: str
     backend: str = "local"
     command: list[str] = []
-    http: str = ""
-    certificate: str = ""
+    http: str = ""  # URL of the interface for people; empty: none yet
+    certificate: str = ""  # `certificate`, `authority`: to check its certificate; empty: no TLS
     authority: str = ""
-    status: int | None = None
+    status: int | None = None  # `status`, `ended`: how the job has ended, and why; None: it has not
     ended: str = ""
 
     @property
@@ -114,10 +101,10 @@ def write_card(folder: Path, card: Card) -> None:
 
 
 def read_card(folder: Path) -> Card | None:
-    """What the folder says; None: no job was ever run in it.
+    """The card in the folder; None: no job was ever run in it.
 
     Raises:
-        UserError: it says nothing that can be read.
+        UserError: it cannot be read.
     """
     try:
         return msgspec.json.decode((folder / NAME).read_bytes(), type=Card)
@@ -128,7 +115,7 @@ def read_card(folder: Path) -> Card | None:
 
 
 def life(card: Card) -> Life:
-    """Whether the driver lives; that of another machine's cannot be told from here."""
+    """Whether the driver lives; from here that is not known of another machine's."""
     if card.driver_host != socket.gethostname():
         return "elsewhere"
     return "lives" if identity_of(card.pid) == card.identity else "dead"
@@ -143,13 +130,14 @@ def _within(folder: Path, path: str) -> str:
 
 FOLDER = "earlier"
 SUPERVISOR = "supervisor.json"
-"""Who keeps the driver alive."""
+"""The process that keeps the driver alive."""
 
 _OURS = (
     "journal.db",
     "journal.db-wal",
     "journal.db-shm",
     "incidents",
+    "detections.jsonl",
     "logs",
     "driver.log",
     "driver",
@@ -188,13 +176,13 @@ def living_executors(folder: Path) -> list[Identity]:
 
 
 def supervisor_of(folder: Path) -> Identity | None:
-    """Who on this machine starts a dead driver again; None: nobody."""
+    """The process on this machine that starts a dead driver again; None: there is none."""
     known = _read(folder / SUPERVISOR)
     return known if known is not None and identity_of(known.pid) == known else None
 
 
 def ask_supervisor(folder: Path, number: signal.Signals) -> bool:
-    """Let the driver hear a signal, the next one if none lives; False: nobody starts one."""
+    """Pass a signal to the driver, the next one if none lives; False: there is no supervisor."""
     known = supervisor_of(folder)
     if known is None:
         return False
@@ -204,7 +192,7 @@ def ask_supervisor(folder: Path, number: signal.Signals) -> bool:
 
 
 def end_supervisor(folder: Path) -> None:
-    """End whoever starts drivers, and a driver that does not come up."""
+    """End the supervisor, and a driver that does not come up."""
     known = supervisor_of(folder)
     if known is None:
         return
@@ -217,11 +205,7 @@ def end_supervisor(folder: Path) -> None:
 
 
 def end_executors(folder: Path, grace_s: float = 0.0) -> int:
-    """End those of a job that nobody drives; each ends its workers. How many they were.
-
-    Args:
-        grace_s: what workers have between SIGTERM and SIGKILL.
-    """
+    """End those of a job without a driver; each ends its workers within `grace_s`. How many they were."""
     count = len(living_executors(folder))
     asked = [(signal.SIGINT, grace_s)] if grace_s > 0 else []
     for number, wait_s in (*asked, (signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):

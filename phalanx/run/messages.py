@@ -1,12 +1,9 @@
-"""What the driver and its executors say to each other: one message per WebSocket frame, in MessagePack.
+"""Messages between the driver and its executors: one per WebSocket frame, in MessagePack.
 
 Every message that is about an attempt carries its number. An executor refuses what belongs to a lower attempt than the
 highest that it has seen, and the driver ignores it, so that a leftover of an earlier attempt changes nothing.
 
-Times of one host (``_ns``) are of its monotonic clock and are never compared with those of another; ``unix_s`` is for
-people.
-
-A heartbeat, with what it says on the whole: a host sums up its few ranks, so that the driver need not.
+Ages (``_s``) are used instead of times: clocks of hosts differ; ``unix_s`` is for people.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 """Both sides have to speak the same."""
 
 MAX_FRAME_BYTES = 1 << 20
@@ -28,7 +25,7 @@ EndKind = Literal["returned", "user", "syntax", "raised", "interrupted", "signal
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Any of them."""
+    """Common to all messages."""
 
 
 # Parts
@@ -48,60 +45,38 @@ class Accelerator(Message, frozen=True):
 
 
 class WorkerState(Message, frozen=True):
-    """One rank, as its executor sees it.
-
-    Attributes:
-        step: optimizer steps done, as the run counts them; -1: it has not said so yet.
-        step_age_s: since the last of them ended.
-        last_step_s: what the last one took.
-        phase: what the rank says it is in (``step``, ``evaluate``, ``checkpoint`` …); empty: it says nothing.
-        expects_s: for how long from the beginning of the phase the rank has said that no step need be expected.
-        busy_s: own time of a step, without waiting in collectives: the median over the steps since the heartbeat
-            before, or that of the last step where there are none; negative: not known.
-        cpu_s: CPU time of the process so far.
-        loss: of the last step; 0 where it is not known, and it may be no number.
-        broken_step: the first step of those in a row until now whose loss is not a finite number; -1: that of the
-            last one is, or it is not known.
-        steps_here: how many steps this process has done.
-        is_absolute: `step` counts from the beginning of the training, not of this process.
-        restored: step of the state with which this process began; 0: there was none; -1: not known.
-        still_s: for how long nothing of it has moved, as `phalanx.run.judge.stack_traces` has it; -1: it makes steps,
-        or has
-            not been looked at.
-        stopped_s: for how long its process has been stopped, or dead and not yet reaped; 0: it runs.
-        checkpoints: what storage can keep up with, where it cannot keep up with what is asked for; of rank 0.
-    """
+    """One rank, as its executor sees it."""
 
     rank: int
     pid: int
     state: WorkerPhase
-    step: int = -1
-    step_age_s: float = 0.0
+    step: int = -1  # optimizer steps done, as the run counts them; -1: not reported yet
+    step_age_s: float = 0.0  # since the last of them ended
     last_step_s: float = 0.0
-    phase: str = ""
+    phase: str = ""  # as the rank reports it (``step``, ``evaluate``, ``checkpoint`` …); empty: it does not
     phase_age_s: float = 0.0
-    expects_s: float = 0.0
+    expects_s: float = 0.0  # for how long from the beginning of the phase no step need be expected, by the rank
+    # Own time of a step, without waiting in collectives: the median over the steps since the heartbeat before, or that
+    # of the last step where there are none; negative: not known.
     busy_s: float = -1.0
     cpu_s: float = 0.0
     rss_bytes: int = 0
-    loss: float = 0.0
+    loss: float = 0.0  # of the last step; 0: not known; it may not be finite
+    # The first step of those in a row until now with a loss that is not finite; -1: the last one's is, or it is not
+    # known.
     broken_step: int = -1
-    steps_here: int = 0
-    is_absolute: bool = False
-    restored: int = -1
+    steps_here: int = 0  # how many steps this process has done
+    is_absolute: bool = False  # `step` counts from the beginning of the training, not of this process
+    restored: int = -1  # step of the state with which this process began; 0: there was none; -1: not known
+    # For how long nothing of it has moved, by `phalanx.detect.hangs.stack_traces`; -1: it makes steps, or has not been
+    # looked at.
     still_s: float = -1.0
-    stopped_s: float = 0.0
-    checkpoints: str = ""
+    stopped_s: float = 0.0  # for how long its process has been stopped, or dead and not yet reaped; 0: it runs
+    checkpoints: str = ""  # of rank 0, how often storage keeps up with them, where that is less than asked for
 
 
 class Interface(Message, frozen=True):
-    """A network interface that training uses: counters of the kernel.
-
-    Attributes:
-        errors: of sending and receiving, since the executor began.
-        is_up: link state.
-        flaps: how often the link has gone down since then.
-    """
+    """A network interface that training uses: counters of the kernel; errors and `flaps` since the executor began."""
 
     name: str
     sent_bytes: int
@@ -135,11 +110,7 @@ class LogLine(Message, frozen=True):
 
 
 class Finding(Message, frozen=True):
-    """A rule has matched a line of a rank's output or of the kernel log (rank -1).
-
-    Attributes:
-        fault, severity: of the rule; see `phalanx.run.judge.log_rules`.
-    """
+    """A rule (`phalanx.detect.logs.log_rules`) has matched a line of a rank's output or of the kernel log (rank -1)."""
 
     rank: int
     rule: str
@@ -164,61 +135,43 @@ class CheckOutcome(Message, frozen=True):
 
 
 class RankEvidence(Message, frozen=True):
-    """What could be learnt of a rank before it was killed.
-
-    Attributes:
-        stacks: of its Python threads; empty: it did not answer, which is evidence too.
-        is_silent: it did not answer.
-        state: of the process, as in /proc (``R``, ``S``, ``D``, ``T``, ``Z``).
-        flight_record: of NCCL, where there is one, as JSON text.
-        note: for people: what it waits in, whether it used CPU time, and why something could not be learnt.
-        waits_in: function of the kernel; empty: none, or it is not known.
-        kept_by: names of the threads that keep its process alive, where its script has ended.
-    """
+    """What could be learnt of a rank before it was killed."""
 
     rank: int
-    stacks: str = ""
+    stacks: str = ""  # of its Python threads; empty where it `is_silent`, which is evidence too
     is_silent: bool = False
-    state: str = ""
+    state: str = ""  # of the process, as in /proc (``R``, ``S``, ``D``, ``T``, ``Z``)
     phase: str = ""
     step: int = -1
     cpu_s: float = 0.0
-    flight_record: str = ""
-    note: str = ""
-    waits_in: str = ""
-    kept_by: list[str] = []
+    flight_record: str = ""  # of NCCL, where there is one, as JSON text
+    note: str = ""  # for people: what it waits in, whether it used CPU time, and why something could not be learnt
+    waits_in: str = ""  # function of the kernel; empty: none, or not known
+    kept_by: list[str] = []  # names of the threads that keep its process alive, where its script has ended
 
 
 # From an executor
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The first message, after the handshake.
-
-    Attributes:
-        address: where workers of other hosts reach this one.
-        rack: what it may fail together with; empty: not known.
-        attempt: the highest that it has seen; 0: none.
-        running: ranks of that attempt that still run here.
-        peer_port: where it serves `phalanx.checks.peer_bandwidth`, at that address; 0: nowhere.
-    """
+    """The first message, after the handshake."""
 
     version: int
     host: str
-    address: str
+    address: str  # where workers of other hosts reach this one
     cores: int
     memory_bytes: int
     accelerators: list[Accelerator]
-    rack: str
+    rack: str  # what it may fail together with; empty: not known
     boot_id: str
     pid: int
-    attempt: int
-    running: list[int]
-    peer_port: int = 0
+    attempt: int  # the highest that it has seen; 0: none
+    running: list[int]  # ranks of that attempt that still run here
+    peer_port: int = 0  # where it serves `phalanx.checks.peer_bandwidth`, at that address; 0: nowhere
 
 
 class Report(Message, frozen=True):
-    """What a host has to say, at length; read only by who needs it (`phalanx.run.messages.report_of`)."""
+    """The state of a host and its ranks, at length; decoded only when it is needed (`report_of`)."""
 
     workers: list[WorkerState]
     host: HostState
@@ -226,57 +179,37 @@ class Report(Message, frozen=True):
 
 
 class Pace(Message, frozen=True):
-    """Where all ranks of a host are that make steps, successive ranks with finite losses: one speaks for all.
-
-    Attributes:
-        count: of the ranks.
-        step, last_step_s: of each; see `WorkerState`.
-        step_age_s: the least of them.
-        still_s: the least of them; -1: of one it is not known.
-    """
+    """Where all ranks of a host are that make steps, successive ranks with finite losses: one speaks for all."""
 
     count: int
-    step: int
-    step_age_s: float
+    step: int  # `step`, `last_step_s`: of each; see `WorkerState`
+    step_age_s: float  # `step_age_s`, `still_s`: the least of them
     last_step_s: float
     still_s: float = -1.0
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Once a second: a few words that sum up the rest, so that whoever hears ten thousand hosts need not read it.
-
-    Attributes:
-        report: a `Report`, not decoded.
-        pace: None: the ranks are not alike, or do something else than steps, and have to be looked at one by one.
-        rank: the first of the workers; -1: there is none.
-        steps_here: the most of any worker.
-        busy_s: the longest of the workers; negative: none is known.
-        carried_bytes: by the interfaces that training uses, since the executor began; -1: there are none.
-        line_count: of the report.
-    """
+    """Once a second: a few fields that sum up the rest, so that a driver of ten thousand hosts need not decode it."""
 
     sequence: int
     unix_s: float
     attempt: int
-    report: msgspec.Raw
+    report: msgspec.Raw  # a `Report`, not decoded
+    # None: the ranks are not alike, or do something else than steps, and have to be looked at one by one.
     pace: Pace | None = None
-    rank: int = -1
-    steps_here: int = 0
+    rank: int = -1  # the first of the workers; -1: none
+    steps_here: int = 0  # `steps_here`, `busy_s`: the most of any worker; -1: not known
     busy_s: float = -1.0
-    carried_bytes: int = -1
+    carried_bytes: int = -1  # by the interfaces that training uses, since the executor began; -1: there are none
     line_count: int = 0
 
 
 class Prepared(Message, frozen=True, tag="prepared"):
-    """The template process is ready to fork; or why not. Sent again when it has learnt something.
+    """The template process is ready to fork; or why not. Sent again when it has learnt something."""
 
-    Attributes:
-        seconds: from the command to the first of these messages; 0 in later ones.
-        learnt: modules that a template may import, for `Prepare.preload` of hosts that have not learnt them.
-    """
-
-    seconds: float
+    seconds: float  # from the command to the first of these messages; 0 in later ones
     problem: str = ""
+    # Modules that a template may import, for `Prepare.preload` of hosts that have not learnt them.
     learnt: list[str] = []
 
 
@@ -298,33 +231,22 @@ class Started(Message, frozen=True, tag="started"):
 
 
 class WorkerEnded(Message, frozen=True, tag="worker-ended"):
-    """A process of a rank is gone.
-
-    Attributes:
-        code: as subprocess has it, negative for a signal.
-        kind, summary, text: as `phalanx.launch.rank_failures.Failure` has them; ``returned`` with status 0 is a good
-        end.
-        follows: it only says that a peer is gone.
-        by_us: the executor had killed it.
-    """
+    """A process of a rank is gone."""
 
     attempt: int
     rank: int
-    code: int
+    code: int  # as in subprocess, negative for a signal
+    # `kind`, `summary`, `text`: as in `phalanx.launch.rank_failures.Failure`; ``returned`` with status 0 is a good end.
     kind: EndKind
     summary: str = ""
     text: str = ""
-    follows: bool = False
-    by_us: bool = False
+    follows: bool = False  # it only reports that a peer is gone
+    by_us: bool = False  # the executor had killed it
     step: int = -1
 
 
 class Stopped(Message, frozen=True, tag="stopped"):
-    """No process of the attempt, nor of an earlier one, is left here, but for those that the kernel does not let go.
-
-    Attributes:
-        stuck: their process ids.
-    """
+    """No process of the attempt, nor of an earlier one, is left here, but for `stuck`: the kernel does not let go."""
 
     attempt: int
     seconds: float
@@ -357,7 +279,7 @@ class Checked(Message, frozen=True, tag="checked"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """What was commanded belongs to a lower attempt, or cannot be done."""
+    """A command belongs to a lower attempt, or cannot be carried out."""
 
     attempt: int
     what: str
@@ -368,20 +290,13 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The answer to `Hello`.
-
-    Attributes:
-        job: its name.
-        attempt: the present one; the executor ends what it has of lower ones.
-        heartbeat_s: how often it shall report.
-        output_bytes: of lines of ranks that a report may carry.
-    """
+    """The answer to `Hello`."""
 
     version: int
     job: str
-    attempt: int
+    attempt: int  # the present one; the executor ends what it has of lower ones
     heartbeat_s: float
-    output_bytes: int = 4096
+    output_bytes: int = 4096  # of lines of ranks that a report may carry
 
 
 class Acknowledged(Message, frozen=True, tag="acknowledged"):
@@ -407,34 +322,24 @@ class OpenStore(Message, frozen=True, tag="open-store"):
 
 
 class Start(Message, frozen=True, tag="start"):
-    """Start these ranks.
-
-    Attributes:
-        ranks: of this host, in order of their local rank.
-        group_rank: place of this host among the hosts of the attempt.
-        restarts: attempts before this one.
-        environment: added to that of `Prepare`.
-    """
+    """Start these ranks."""
 
     attempt: int
-    ranks: list[int]
+    ranks: list[int]  # of this host, in order of their local rank
     world_size: int
-    group_rank: int
+    group_rank: int  # place of this host among the hosts of the attempt
     hosts: int
     store_host: str
     store_port: int
-    restarts: int = 0
-    environment: dict[str, str] = {}
+    restarts: int = 0  # attempts before this one
+    environment: dict[str, str] = {}  # added to that of `Prepare`
 
 
 class Stop(Message, frozen=True, tag="stop"):
-    """End all workers of this attempt and of lower ones.
-
-    Attributes:
-        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once. Said again, the earlier end counts.
-    """
+    """End all workers of this attempt and of lower ones."""
 
     attempt: int
+    # Between SIGTERM and SIGKILL; 0: SIGKILL at once. Of two such messages the earlier end counts.
     grace_s: float = 0.0
 
 
@@ -447,11 +352,7 @@ class Gather(Message, frozen=True, tag="gather"):
 
 
 class Check(Message, frozen=True, tag="check"):
-    """Test this host.
-
-    Attributes:
-        peers: ``host:port`` of hosts to test the network with.
-    """
+    """Test this host, and its network with `peers` (``host:port``)."""
 
     number: int
     kind: Literal["passive", "quick", "full"]
@@ -479,7 +380,7 @@ _decoder = msgspec.msgpack.Decoder(Report)
 
 
 class BadReportError(ValueError):
-    """The report of a heartbeat is none."""
+    """The report of a heartbeat cannot be read."""
 
 
 def heartbeat(
@@ -491,7 +392,7 @@ def heartbeat(
     lines: list[LogLine],
     carried_bytes: int = -1,
 ) -> Heartbeat:
-    """The heartbeat with these parts; see `phalanx.run.messages.Heartbeat`."""
+    """The heartbeat with these parts."""
     return Heartbeat(
         sequence,
         unix_s,
@@ -507,11 +408,7 @@ def heartbeat(
 
 
 def report_of(beat: Heartbeat) -> Report:
-    """What it says at length.
-
-    Raises:
-        BadReportError: this cannot be read.
-    """
+    """The report within a heartbeat; raises BadReportError."""
     try:
         return _decoder.decode(beat.report)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -519,10 +416,12 @@ def report_of(beat: Heartbeat) -> Report:
 
 
 def pace_of(workers: Sequence[WorkerState]) -> Pace | None:
-    """Where they all are; None: nobody can speak for all."""
-    if not workers or not _makes_steps(workers[0]):
+    """Where they all are; None: they are not alike."""
+    if not workers:
         return None
     first = workers[0]
+    if first.step < 0 or first.state == "ended" or first.phase not in ORDINARY_PHASES or first.expects_s > 0:
+        return None
     for place, worker in enumerate(workers):
         if worker.rank != first.rank + place or not math.isfinite(worker.loss) or worker.stopped_s > 0:
             return None
@@ -532,7 +431,3 @@ def pace_of(workers: Sequence[WorkerState]) -> Pace | None:
             return None
     least_s, still_s = (min(ages) for ages in zip(*((w.step_age_s, w.still_s) for w in workers), strict=True))
     return Pace(len(workers), first.step, least_s, first.last_step_s, still_s)
-
-
-def _makes_steps(worker: WorkerState) -> bool:
-    return worker.step >= 0 and worker.state != "ended" and worker.phase in ORDINARY_PHASES and worker.expects_s <= 0

@@ -3,10 +3,9 @@
 A token stands in a file that only its owner can read. It is compared in constant time, it appears in no message of this
 room, and workers get neither it nor the name of its file.
 
-A certificate that a driver makes for itself, where its hosts share the run folder with it.
-
-Whoever reads it out of a folder that only the job's owner can write to needs no authority: it is its own. Both sides
-show it, so that nobody without the key comes as far as being asked for the token.
+Where its hosts share the run folder with it, a driver makes a certificate for itself. Since it is read from a folder
+that only the job's owner can write to, it needs no authority: it is its own. Both sides show it, so that a stranger
+without the key is not even asked for the token.
 """
 
 from __future__ import annotations
@@ -36,9 +35,11 @@ from phalanx.core.files import fsync_folder, write_bytes
 from phalanx.ipc.handshake import openness
 
 TOKEN_BYTES = 32
+CERTIFICATE = "driver.pem"
+_DAYS = 365
 
 OWN_VARIABLES = ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE")
-"""What may tell a driver, an executor or a command where the token is; workers never get them."""
+"""Where a driver, an executor or a command finds the token; workers never get these variables."""
 
 HIDDEN = "(hidden)"
 
@@ -86,78 +87,74 @@ class Token:
         raise TypeError("a token is not pickled")
 
 
-def ensure_token(path: Path) -> Token:
+def ensure_token(path: Path, field: str = "run.token_file") -> Token:
     """The token at `path`; a new one if there is none. Any number of processes may call this at once.
+
+    Args:
+        field: the setting or option that names it, for errors.
 
     Raises:
         UserError: it cannot be made, or others can read it.
     """
-    _own_folder(path.parent)
-    if not path.exists():
-        _make(path)
-    return read_token(path)
-
-
-def read_token(path: Path) -> Token:
-    """The token at `path`.
-
-    Raises:
-        UserError: there is none, it belongs to somebody else, or others can read it.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise _bad(path, "there is no such token file", "start the driver first, or check the path") from None
-    except OSError as error:
-        raise _bad(path, f"the token cannot be read ({error.strerror})", "give the path of a plain file") from None
-    try:
-        problem = openness(descriptor)
-        if problem:
-            raise _bad(
-                path, problem, "give a token file of yours; if others may have read it, remove it: a new one is made"
-            )
-        text = os.read(descriptor, 4 * TOKEN_BYTES).decode(errors="replace").strip()
-    finally:
-        os.close(descriptor)
-    if not _TOKEN_TEXT.fullmatch(text):
-        raise _bad(path, f"holds no token ({2 * TOKEN_BYTES} hexadecimal digits)", "remove it: a new one is made")
-    return Token(text)
-
-
-def _make(path: Path) -> None:
-    """Under another name first, then linked: a token is there whole or not at all, and the first of two stays."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(TOKEN_BYTES) + "\n")
-            file.flush()
-            os.fsync(descriptor)
-        with contextlib.suppress(FileExistsError):
-            os.link(aside, path)
-        fsync_folder(path.parent)
-    except OSError as error:
-        raise _bad(path, f"no token can be made there ({error.strerror})", "give a folder you can write to") from None
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _own_folder(folder: Path) -> None:
-    """Make `folder`, or see that nobody else can put another file into it."""
+    folder = path.parent
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise _bad(folder, f"the token's folder cannot be made ({error.strerror})", "give another path") from None
+        problem = f"the token's folder cannot be made ({error.strerror})"
+        raise _bad(folder, problem, "give another path", field) from None
+    # No other user may put another file into it.
     if found.st_uid != os.geteuid():
-        raise _bad(folder, "the token's folder belongs to somebody else", "give a path in a folder of yours")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        raise _bad(folder, f"the token's folder has the mode {mode:o}, others can enter it", f"chmod 700 {folder}")
+        raise _bad(folder, "the token's folder belongs to somebody else", "give a path in a folder of yours", field)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        problem = f"the token's folder has the mode {mode:o}, others can enter it"
+        raise _bad(folder, problem, f"chmod 700 {folder}, or give a path in a folder of your own", field)
+    if not path.exists():
+        # Under another name first, then linked: a token is there whole or not at all, and the first of two stays.
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(TOKEN_BYTES) + "\n")
+                file.flush()
+                os.fsync(descriptor)
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)
+            fsync_folder(path.parent)
+        except OSError as error:
+            problem = f"no token can be made there ({error.strerror})"
+            raise _bad(path, problem, "give a folder you can write to", field) from None
+        finally:
+            aside.unlink(missing_ok=True)
+    return read_token(path, field)
 
 
-def _bad(path: Path, problem: str, cure: str) -> UserError:
-    return UserError(problem, cure=cure, field="run.token_file", value=str(path))
+def read_token(path: Path, field: str = "run.token_file") -> Token:
+    """The token at `path`. Raises UserError: there is none, it belongs to somebody else, or others can read it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise _bad(path, "there is no such token file", "start the driver first, or check the path", field) from None
+    except OSError as error:
+        problem = f"the token cannot be read ({error.strerror})"
+        raise _bad(path, problem, "give the path of a plain file", field) from None
+    try:
+        problem = openness(descriptor)
+        if problem:
+            cure = "give a token file of yours; if others may have read it, remove it: a new one is made"
+            raise _bad(path, problem, cure, field)
+        text = os.read(descriptor, 4 * TOKEN_BYTES).decode(errors="replace").strip()
+    finally:
+        os.close(descriptor)
+    if not _TOKEN_TEXT.fullmatch(text):
+        problem = f"holds no token ({2 * TOKEN_BYTES} hexadecimal digits)"
+        raise _bad(path, problem, "remove it: a new one is made", field)
+    return Token(text)
+
+
+def _bad(path: Path, problem: str, cure: str, field: str) -> UserError:
+    return UserError(problem, cure=cure, field=field, value=str(path))
 
 
 # TLS
@@ -169,7 +166,7 @@ class TlsFiles:
 
     Attributes:
         certificate: of this side, with those between it and the authority.
-        key: of the certificate; readable by its owner, at most by its group.
+        key: readable by its owner, at most by its group.
         authority: certificates that the other side's has to be signed by; None: the system's for a client, and a server
             asks for none.
     """
@@ -223,8 +220,8 @@ def _load_own(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         problem = f"has the mode {mode:o}: others can read it, or its group can change it"
         raise UserError(problem, cure=f"chmod 600 {key}", field="run.tls.key", value=str(key))
     try:
-        context.load_cert_chain(certificate, key, password=_no_password)
-    except (ssl.SSLError, _EncryptedError) as error:
+        context.load_cert_chain(certificate, key, password=_no_password)  # else Python would ask at the terminal
+    except (ssl.SSLError, ValueError) as error:  # a ValueError: it has a passphrase, for which there is none
         cure = "give PEM files that belong together, the key without a passphrase"
         problem = f"{certificate} and {key} cannot be used ({_reason(error)})"
         raise UserError(problem, cure=cure, field="run.tls") from None
@@ -239,12 +236,8 @@ def _load_authority(context: ssl.SSLContext, authority: Path) -> None:
         raise UserError(problem, cure="give a PEM file", field="run.tls.authority", value=str(authority)) from None
 
 
-class _EncryptedError(ValueError):
-    """The key has a passphrase."""
-
-
 def _no_password() -> str:
-    raise _EncryptedError("the key has a passphrase")  # or Python would ask at the terminal
+    raise ValueError("the key has a passphrase")
 
 
 def _reason(error: Exception) -> str:
@@ -266,7 +259,6 @@ def require_tls_unless_loopback(address: str, tls: object | None, field: str = "
 
     Args:
         tls: a context or files; None or False: none.
-        field: the setting that the address comes from, for the error.
 
     Raises:
         UserError: the address is not a loopback address and there is no TLS.
@@ -307,7 +299,6 @@ def scrub(
     """An environment as it may be written into journals and reports: every name, but no secret value.
 
     Args:
-        words: that make a name secret.
         known: secrets whose values go wherever they stand.
     """
     secrets_known = tuple(known)
@@ -336,25 +327,20 @@ def scrub_arguments(
 
 
 def without_tokens(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment as workers may see it: without our own token. Their other secrets are theirs."""
+    """An environment as workers may see it: without the job's token. Their other secrets are theirs."""
     return {name: value for name, value in environ.items() if name not in OWN_VARIABLES}
-
-
-NAME = "driver.pem"
-_DAYS = 365
 
 
 def ensure_certificate(folder: Path, hosts: Sequence[str]) -> TlsFiles:
     """Key and certificate in one file of `folder`; made anew where there is none that serves for these names.
 
     Args:
-        folder: that only its owner can enter, as `secrets.ensure_token` makes it.
         hosts: IP addresses and names of the server.
 
     Raises:
         OSError: it cannot be written.
     """
-    path = folder / NAME
+    path = folder / CERTIFICATE
     if not _serves(path, hosts):
         old = os.umask(0o077)
         try:
@@ -390,7 +376,6 @@ def make_certificate(hosts: Sequence[str]) -> bytes:
 
 
 def _serves(path: Path, hosts: Sequence[str]) -> bool:
-    """Whether the certificate there is for all of these, and for half of its time yet."""
     try:
         text = path.read_bytes()
         found = x509.load_pem_x509_certificate(text[text.index(b"-----BEGIN CERTIFICATE") :])
@@ -398,7 +383,7 @@ def _serves(path: Path, hosts: Sequence[str]) -> bool:
         ssl.create_default_context().load_cert_chain(path)
     except (OSError, ValueError, x509.ExtensionNotFound):
         return False
-    left = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    left = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)  # a job may run for half of its time
     return all(_name(host) in names for host in hosts) and left > datetime.timedelta(days=_DAYS / 2)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from phalanx.ipc.processes import ReceivedSignals
+from phalanx.ipc.stop_request import ReceivedSignals
 
 TO_BE_STARTED_AGAIN = 75
 """Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
@@ -35,7 +35,7 @@ _MOST_FALSE_STARTS_LATER = 20
 """Of a job that has begun: what keeps its next driver from beginning may pass, and its ranks run on meanwhile."""
 
 _UNHEARD_S = 2.0
-"""What a driver was told so shortly before it died, it has hardly heard; told again, a stop has only less grace."""
+"""A signal that came so shortly before a driver died was hardly heard; sent again, a stop has only less grace."""
 
 
 @dataclass
@@ -43,9 +43,8 @@ class Supervisor:
     """Of one driver.
 
     Args:
-        command: that runs it.
         has_begun: whether the driver with this process number has begun.
-        say: tells people.
+        say: writes a line for people.
         pause_s: before the first restart; doubles with each until `most_pause_s`, and begins anew after a driver that
             lived for `settled_s`.
     """
@@ -111,21 +110,19 @@ class Supervisor:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 has_begun = self.has_begun(pid)
-                if not has_begun:  # what it was told it has not heard
+                if not has_begun:  # it has not heard what was sent
                     self._pending = self._sent
                 elif self._sent and time.monotonic() - self._sent_s < _UNHEARD_S:  # as it died
                     self._pending = self._sent[-1:]
                 self._pending += [_PASSED_ON[number] for number in numbers]
                 return os.waitstatus_to_exitcode(status), has_begun
             for number in numbers:
-                self._pass_on(pid, number)
-
-    def _pass_on(self, pid: int, number: signal.Signals) -> None:
-        if self._sent and not self._ever_begun and not self.has_begun(pid):
-            self._gives_up = True  # asked a second time, and nothing runs yet that would have to be ended in order
-            self._send(pid, signal.SIGKILL)
-        else:
-            self._send(pid, _PASSED_ON[number])
+                if self._sent and not self._ever_begun and not self.has_begun(pid):
+                    # Asked a second time, and nothing runs yet that would have to be ended in order.
+                    self._gives_up = True
+                    self._send(pid, signal.SIGKILL)
+                else:
+                    self._send(pid, _PASSED_ON[number])
 
     def _send(self, pid: int, number: signal.Signals) -> None:
         self._sent.append(number)
@@ -136,9 +133,10 @@ class Supervisor:
     def _is_to_start_again(self, status: int, has_begun: bool) -> bool:
         if self._gives_up:
             return False
-        if status == _BAD_INPUT and self._ever_begun and not has_begun:
-            return not self._sent  # it is no end of the job, which had begun with the same input
-        if status == TO_BE_STARTED_AGAIN:  # unless whoever ends us, such as a back end that moves us, has ended it too
+        # Bad input does not end a job that had begun with the same input. A driver that has to be started again is not,
+        # where we were to end too, as by a back end that moves us.
+        is_no_end = status == _BAD_INPUT and self._ever_begun and not has_begun
+        if is_no_end or status == TO_BE_STARTED_AGAIN:
             return not self._sent
         return status < 0
 

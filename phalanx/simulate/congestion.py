@@ -37,23 +37,15 @@ _SAMPLES = 200
 
 @dataclass(frozen=True)
 class Cases:
-    """What is computed side by side; all of equal length.
+    """What is computed side by side; all of equal length."""
 
-    Attributes:
-        control: how the senders of each case find their rate.
-        hot_flows: on the hot link, N. cold_flows: on the cold one, V.
-        line_rate: of each flow, bytes per second.
-        capacity: of hot and cold link. port_rate: of the ports before them.
-        hot_links: that a switch has at a time; they share its buffer.
-    """
-
-    control: Sequence[Control]
-    hot_flows: Floats
-    cold_flows: Floats
-    line_rate: Floats
-    capacity: Floats
-    port_rate: Floats
-    hot_links: Floats
+    control: Sequence[Control]  # how the senders of each case find their rate
+    hot_flows: Floats  # on the hot link, N
+    cold_flows: Floats  # on the cold one, V
+    line_rate: Floats  # of each flow, bytes per second
+    capacity: Floats  # of hot and cold link
+    port_rate: Floats  # of the ports before them
+    hot_links: Floats  # that a switch has at a time; they share its buffer
 
     def only(self, case: int) -> Cases:
         """One of them."""
@@ -70,23 +62,15 @@ class Cases:
 
 @dataclass(frozen=True)
 class QueueTrace:
-    """How it went; the last axis of arrays is time, in equal steps of `sample_s`.
-
-    Attributes:
-        delivered_bytes: by one hot flow and by one bystander so far, (2, cases, times).
-        queue_bytes: at the hot link, (cases, times).
-        paused_ratio: of the time in which ports stood still, (cases, times).
-        marked_ratio: of the hot flows' packets, (cases, times).
-        sent_bytes: by one hot flow and one bystander in all; what was not delivered is in `left_bytes`, queues.
-    """
+    """How it went; the last axis of arrays is time, in equal steps of `sample_s`."""
 
     cases: Cases
     sample_s: float
-    delivered_bytes: Floats
-    queue_bytes: Floats
-    paused_ratio: Floats
-    marked_ratio: Floats
-    sent_bytes: Floats
+    delivered_bytes: Floats  # by one hot flow and by one bystander so far, (2, cases, times)
+    queue_bytes: Floats  # at the hot link, (cases, times)
+    paused_ratio: Floats  # of the time in which ports stood still, (cases, times)
+    marked_ratio: Floats  # of the hot flows' packets, (cases, times)
+    sent_bytes: Floats  # by one hot flow and one bystander in all; what was not delivered is in `left_bytes`, queues
     left_bytes: Floats
 
     def only(self, case: int) -> QueueTrace:
@@ -132,7 +116,6 @@ def run_hot_spot(cases: Cases, settings: CongestionSettings, adapter_rate: float
 
     Args:
         adapter_rate: bytes per second of the senders' adapters, which scales DCQCN's increase.
-        span_s: the longest time that is computed.
     """
     line = np.stack([cases.line_rate, cases.line_rate])
     state = _State(cases, settings, Senders(cases.control, line, adapter_rate, settings))
@@ -145,12 +128,10 @@ def run_hot_spot(cases: Cases, settings: CongestionSettings, adapter_rate: float
     return QueueTrace(cases, sample_s, delivered, queues, pauses, marks, state.sent, state.waiting())
 
 
-_WINDOW = 12
-"""Samples whose means are compared with those of as many before them: queues chatter a little for ever."""
+_WINDOW = 12  # samples whose means are compared with those of as many before them: queues chatter a little for ever
 
 
 def _is_settled(series: Sequence[tuple[Floats, ...]]) -> bool:
-    """Whether nothing has changed lately, so that what follows is known."""
     if len(series) <= 3 * _WINDOW:
         return False
     delivered = [series[-1 - back * _WINDOW][0] for back in range(4)]
@@ -161,7 +142,6 @@ def _is_settled(series: Sequence[tuple[Floats, ...]]) -> bool:
 
 
 def _is_steady(values: Sequence[Floats]) -> bool:
-    """Whether means of three windows are alike."""
     first, second, third = np.stack(values).reshape(3, _WINDOW, -1).mean(axis=1)
     return all(np.allclose(third, other, rtol=3e-3, atol=2e-3) for other in (first, second))
 
@@ -185,27 +165,31 @@ class _State:
         steps = round(sample_s / step_s)
         paused = np.zeros(len(self.port_paused))
         for _ in range(steps):
-            self._forward(step_s)
+            arriving = self.sender.rate * ~self.sender_paused * step_s
+            self.sent += arriving
+            at_port = self.at_port + arriving
+            room = self.cases.port_rate * ~self.port_paused * step_s
+            moved = at_port * _share(room, at_port.sum(axis=0))
+            self.at_port = at_port - moved
+            at_link = self.at_link + moved
+            gone = at_link * _share(self.cases.capacity * step_s, at_link * self.flows)
+            self.at_link = at_link - gone
+            self.delivered += gone
             self._pause()
-            self._tell_senders(step_s)
+            # Marks and delays of now reach the senders a round trip later; until then they know of none.
+            cases, ecn = self.cases, self.settings.ecn
+            port_s = self.at_port.sum(axis=0) / cases.port_rate
+            link_s = self.at_link * self.flows / cases.capacity
+            self.marked = 1 - (1 - _marks(port_s, ecn)) * (1 - _marks(link_s, ecn))
+            self.under_way.append((self.marked, self.settings.round_trip_s + port_s + link_s))
+            lag = max(1, round(self.settings.round_trip_s / step_s))
+            while len(self.under_way) > lag:
+                marked, delay_s = self.under_way.popleft()
+                self.sender.advance(marked, delay_s, step_s)
             paused += self.port_paused
         return self.delivered.copy(), self.at_link[0] * self.flows[0], paused / steps, self.marked[0].copy()
 
-    def _forward(self, step_s: float) -> None:
-        """One step of the packets."""
-        arriving = self.sender.rate * ~self.sender_paused * step_s
-        self.sent += arriving
-        at_port = self.at_port + arriving
-        room = self.cases.port_rate * ~self.port_paused * step_s
-        moved = at_port * _share(room, at_port.sum(axis=0))
-        self.at_port = at_port - moved
-        at_link = self.at_link + moved
-        gone = at_link * _share(self.cases.capacity * step_s, at_link * self.flows)
-        self.at_link = at_link - gone
-        self.delivered += gone
-
     def waiting(self) -> Floats:
-        """Bytes of one flow each that wait somewhere."""
         return self.at_port + self.at_link
 
     def _pause(self) -> None:
@@ -217,18 +201,6 @@ class _State:
         used = links * self.at_port.sum(axis=0)
         limit = pfc.threshold_ratio * np.maximum(pfc.buffer_bytes - used, 0.0)
         self.sender_paused = _hysteresis(self.sender_paused, self.at_port, limit, pfc.resume_ratio)
-
-    def _tell_senders(self, step_s: float) -> None:
-        """Marks and delays of now reach the senders a round trip later; until then they know of none."""
-        cases, ecn = self.cases, self.settings.ecn
-        port_s = self.at_port.sum(axis=0) / cases.port_rate
-        link_s = self.at_link * self.flows / cases.capacity
-        self.marked = 1 - (1 - _marks(port_s, ecn)) * (1 - _marks(link_s, ecn))
-        self.under_way.append((self.marked, self.settings.round_trip_s + port_s + link_s))
-        lag = max(1, round(self.settings.round_trip_s / step_s))
-        while len(self.under_way) > lag:
-            marked, delay_s = self.under_way.popleft()
-            self.sender.advance(marked, delay_s, step_s)
 
 
 def _grown(curves: Floats, duration_s: Floats, sample_s: float) -> Floats:
@@ -245,7 +217,6 @@ def _grown(curves: Floats, duration_s: Floats, sample_s: float) -> Floats:
 
 
 def _share(room: Floats, waiting: Floats) -> Floats:
-    """Which part of what waits can go."""
     part: Floats = np.minimum(1.0, room / np.maximum(waiting, 1e-9))
     return part
 
@@ -260,40 +231,33 @@ def _hysteresis(paused: NDArray[np.bool_], held: Floats, limit: Floats, resume: 
     return np.where(paused, held > resume * limit, held > limit)
 
 
-_LEAST = 1e-3
-"""No sender goes below this share of its full rate (adapters have such a floor)."""
+_LEAST = 1e-3  # no sender goes below this share of its full rate (adapters have such a floor)
 
 
 class Cuts:
-    """How often a marking probability makes senders slow down (Zhu et al. 2016, equation 11).
-
-    Attributes:
-        cuts: probability of at least one mark in a notification interval.
-        mean_mark: probability of at least one mark while the mean is brought up to date.
-        log_free: of the probability that a packet is not marked.
-    """
+    """How often a marking probability makes senders slow down (Zhu et al. 2016, equation 11)."""
 
     def __init__(self, marked: Floats, rate: Floats, control: Dcqcn) -> None:
-        # Far below any mark that counts, but not zero, so that quotients keep their limit.
+        # Of the probability that a packet is not marked. The least mark is far below any that counts, but not zero, so
+        # that quotients keep their limit.
         self.log_free = np.log1p(-np.minimum(np.maximum(marked, 1e-15), 1 - 1e-12))
+        # Probability of at least one mark in a notification interval.
         self.cuts = -np.expm1(control.notification_s * rate * self.log_free)
+        # Probability of at least one mark while the mean is brought up to date.
         self.mean_mark = -np.expm1(control.alpha_timer_s * rate * self.log_free)
 
 
 class Rises:
-    """How often senders speed up between cuts (the same equation).
-
-    Attributes:
-        by_bytes, by_time: increases for each packet sent, by the byte counter and by the timer.
-        active_bytes, active_time: those of them that come after fast recovery.
-    """
+    """How often senders speed up between cuts (the same equation)."""
 
     def __init__(self, log_free: Floats, rate: Floats, control: Dcqcn, mtu_bytes: float) -> None:
         counter = control.increase_counter_bytes / mtu_bytes
         timer = control.increase_timer_s * rate
-        # Beyond e^700 there is no number, and no increase either.
+        # Increases for each packet sent, by the byte counter and by the timer. Beyond e^700 there is no number, and no
+        # increase either.
         self.by_bytes = -np.expm1(log_free) / np.expm1(np.minimum(-counter * log_free, 700.0))
         self.by_time = -np.expm1(log_free) / np.expm1(np.minimum(-timer * log_free, 700.0))
+        # Those of them that come after fast recovery.
         self.active_bytes = self.by_bytes * np.exp(control.fast_recovery * counter * log_free)
         self.active_time = self.by_time * np.exp(control.fast_recovery * timer * log_free)
 
@@ -371,19 +335,13 @@ class Senders:
 
 @dataclass(frozen=True)
 class HotLink:
-    """A link that is asked for more than it carries.
-
-    Attributes:
-        paths: that cross it.
-        line_rate: of each, bytes per second, while nothing holds it back.
-        hot_links: of the same switch.
-    """
+    """A link that is asked for more than it carries."""
 
     control: Control
-    paths: int
-    line_rate: float
+    paths: int  # that cross it
+    line_rate: float  # of each, bytes per second, while nothing holds it back
     capacity: float
-    hot_links: int
+    hot_links: int  # of the same switch
 
     @classmethod
     def of(cls, control: Control, paths: float, overload: float, capacity: float, hot_links: float) -> HotLink:
@@ -394,18 +352,12 @@ class HotLink:
 
 @dataclass(frozen=True)
 class QueueEffect:
-    """What congestion control does to a burst over a hot link.
+    """What congestion control does to a burst over a hot link."""
 
-    Attributes:
-        efficiency: delivered, of what fair rates would deliver; `bystander`: the same of flows that share only a port.
-        queue_s: mean wait at the link.
-        paused_s: time in which ports before it stood still.
-    """
-
-    efficiency: float = 1.0
-    bystander: float = 1.0
-    queue_s: float = 0.0
-    paused_s: float = 0.0
+    efficiency: float = 1.0  # delivered, of what fair rates would deliver
+    bystander: float = 1.0  # the same of flows that share only a port
+    queue_s: float = 0.0  # mean wait at the link
+    paused_s: float = 0.0  # time in which ports before it stood still
 
     @property
     def stretch(self) -> float:

@@ -28,34 +28,25 @@ Indices = NDArray[np.int64]
 
 _MOST_LINKS = 100_000_000  # each is a number or two in memory; 100,000 NICs need under a million
 _MOST_PER_PORT = 64
-HOPS = 6
-"""Links of the longest way; shorter ways have -1 in their middle."""
+HOPS = 6  # links of the longest way; shorter ways have -1 in their middle
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """A fabric that is large enough for `hosts`.
-
-    Attributes:
-        radix: ports of a switch.
-        port_bytes_per_s: of each, as much of it as payload reaches.
-        nic_bytes_per_s: of each NIC, as much of it as payload reaches; a port of a ToR is split among as many NICs as
-            it has room for (400G to 2 x 200G).
-        uplink_split: into how many links each port towards the core is split; 1: an uplink has a whole port.
-        tor_oversubscription: bandwidth down over bandwidth up, of ToRs.
-        aggregation_oversubscription: the same of aggregation switches.
-    """
+    """A fabric that is large enough for `hosts`."""
 
     hosts: int
     nics_per_host: int
+    # Of each NIC, as much of it as payload reaches; a port of a ToR is split among as many NICs as it has room for
+    # (400G to 2 x 200G).
     nic_bytes_per_s: float
-    port_bytes_per_s: float
-    radix: int = 64
+    port_bytes_per_s: float  # of each, as much of it as payload reaches
+    radix: int = 64  # ports of a switch
     layers: Literal[2, 3] = 3
     rail_optimised: bool = True
-    uplink_split: int = 1
-    tor_oversubscription: float = 1.0
-    aggregation_oversubscription: float = 1.0
+    uplink_split: int = 1  # into how many links each port towards the core is split; 1: an uplink has a whole port
+    tor_oversubscription: float = 1.0  # bandwidth down over bandwidth up, of ToRs
+    aggregation_oversubscription: float = 1.0  # the same of aggregation switches
     hop_latency_s: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -212,7 +203,6 @@ def _check_rates(fabric: Fabric) -> None:
 
 
 def _check_room(fabric: Fabric) -> None:
-    """Whether switches above have a port for every switch below."""
     if fabric.layers == 2:
         room, needs = fabric.radix * fabric.uplink_split, fabric.tors
         cure = "take three layers, or switches with more ports"
@@ -251,7 +241,13 @@ def choose_paths(fabric: Fabric, flows: Flows, hashing: Hashing, queue_pairs: in
     spread = flows.repeated(queue_pairs)
     tor = fabric.tor_of(spread.source_host, spread.source_nic)
     up, above = fabric.tor_uplinks, max(fabric.aggregation_uplinks, 1)
-    key = _five_tuple(spread, queue_pairs, seed)
+    # One number for addresses and source port of each path; destination port and protocol are the same for all.
+    port = np.arange(len(spread), dtype=np.uint64) % np.uint64(queue_pairs)
+    source = spread.source_host * 64 + spread.source_nic
+    target = spread.target_host * 64 + spread.target_nic
+    key = _mixed(source.astype(np.uint64) + np.uint64(seed * int(_MIX[2]) % 2**64))
+    key = _mixed(key ^ (target.astype(np.uint64) * _MIX[2]))
+    key = _mixed(key + port * _MIX[0])
     crosses = fabric.tor_of(spread.target_host, spread.target_nic) != tor
     if hashing == "adaptive":
         plane = _least_used(tor, up, key, crosses)
@@ -316,7 +312,6 @@ def _sprayed_bytes(fabric: Fabric, flows: Flows) -> NDArray[np.float64]:
 def _spread_evenly(
     total: NDArray[np.float64], links: Indices, weights: NDArray[np.float64], span: tuple[int, ...], ways: int
 ) -> None:
-    """Add weights to the links of `span`, which stand in blocks of `ways`, evenly within each block."""
     there = links >= 0
     if there.any():
         first, end = span
@@ -324,18 +319,7 @@ def _spread_evenly(
         total[first:end] += np.repeat(blocks / ways, ways)
 
 
-def _five_tuple(flows: Flows, queue_pairs: int, seed: int) -> NDArray[np.uint64]:
-    """One number for addresses and source port of each path; destination port and protocol are the same for all."""
-    port = np.arange(len(flows), dtype=np.uint64) % np.uint64(queue_pairs)
-    source = flows.source_host * 64 + flows.source_nic
-    target = flows.target_host * 64 + flows.target_nic
-    key = _mixed(source.astype(np.uint64) + np.uint64(seed * int(_MIX[2]) % 2**64))
-    key = _mixed(key ^ (target.astype(np.uint64) * _MIX[2]))
-    return _mixed(key + port * _MIX[0])
-
-
 def _hashed(key: NDArray[np.uint64], switch: Indices, ways: int) -> Indices:
-    """The way that each switch's own hash of `key` gives."""
     mixed = _mixed(key + (switch.astype(np.uint64) + np.uint64(1)) * _MIX[2])
     return (mixed % np.uint64(ways)).astype(np.int64)
 

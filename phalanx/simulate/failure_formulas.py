@@ -92,27 +92,17 @@ def standby(hosts: int, ratio: float, level: float = 0.99) -> int:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """What formulas say of a scenario.
+    """What formulas say of a scenario."""
 
-    Attributes:
-        ettr: effective training time ratio, by ours.
-        meta_ettr: by Meta's.
-        mtbf_s: of the job, for failures that stop it.
-        young_s, daly_s: best interval between checkpoints by each, for failures that go back to durable ones.
-        running: the same as `ettr`, while there are enough hosts.
-        enough_hosts: the share of the time in which there are.
-        capacity: hosts of the job that take part, over all of them, on average, ratio.
-        away_hosts: on average.
-    """
-
-    ettr: float
-    meta_ettr: float
-    mtbf_s: float
+    ettr: float  # effective training time ratio, by ours
+    meta_ettr: float  # by Meta's
+    mtbf_s: float  # of the job, for failures that stop it
+    # Best interval between checkpoints by each, for failures that go back to durable ones.
     young_s: float
     daly_s: float
-    running: float
-    enough_hosts: float
-    capacity: float
+    running: float  # the same as `ettr`, while there are enough hosts
+    enough_hosts: float  # the share of the time in which there are
+    capacity: float  # hosts of the job that take part, over all of them, on average, ratio
     away_hosts: float
 
 
@@ -138,16 +128,12 @@ def closed_form(scenario: FailureScenario) -> ClosedForm:
         ),
         mtbf_s=mtbf_s,
         young_s=young(checkpoints.stall_s, durable_s),
-        daly_s=_daly_s(checkpoints.stall_s, durable_s),
+        daly_s=math.inf if math.isinf(durable_s) else daly(checkpoints.stall_s, durable_s),
         running=running,
         enough_hosts=enough,
         capacity=capacity,
         away_hosts=away * scenario.all_hosts,
     )
-
-
-def _daly_s(stall_s: float, mtbf_s: float) -> float:
-    return math.inf if math.isinf(mtbf_s) else daly(stall_s, mtbf_s)
 
 
 def _stopping(scenario: FailureScenario) -> Sequence[FailureClass]:
@@ -162,7 +148,6 @@ def durable_mtbf_s(scenario: FailureScenario) -> float:
 
 
 def _mean_restart_s(scenario: FailureScenario) -> float:
-    """From a failure until steps are made again, on average over failures that stop the job."""
     recovery, stopping = scenario.recovery, _stopping(scenario)
     rate = math.fsum(c.per_host_day for c in stopping)
     takes_s = 0.0
@@ -179,15 +164,25 @@ def _running(scenario: FailureScenario, mtbf_s: float, durable_s: float) -> floa
     checkpoints = scenario.checkpoints
     period_s = checkpoints.interval_s / checkpoints.memory_ratio + checkpoints.stall_s
     pace = checkpoints.interval_s / period_s
-    gently = pace * (1 - _slow_share(scenario)) / (1 + _gentle_share(scenario))
+    # There may be more than one slow host at a time, and the slowest counts.
+    healthy = 1.0
+    for failure in scenario.failures.classes:
+        if failure.effect == "slow":
+            found_s = scenario.recovery.find_slow_s if failure.detection_s is None else failure.detection_s
+            at_once = scenario.work.hosts * failure.per_host_day * found_s / DAY_S
+            healthy *= 1 - (1 - 1 / failure.slowdown) * -math.expm1(-at_once)
+    gently = pace * healthy / (1 + _gentle_share(scenario))
     if math.isinf(mtbf_s):
         return gently
     restart = _mean_restart_s(scenario) / mtbf_s
     if restart > _MOST_EXP:
         return 0.0
     lost_s = _lost_durable_s(scenario, durable_s, period_s) * mtbf_s / durable_s
-    if checkpoints.memory_interval_s:
-        lost_s += _lost_memory_s(scenario, mtbf_s) * (1 - mtbf_s / durable_s)
+    if checkpoints.memory_interval_s:  # and by a failure that snapshots in memory outlive
+        going_s = checkpoints.memory_ratio * mtbf_s
+        steps = checkpoints.memory_interval_s / going_s
+        kept_s = 0.0 if steps > _MOST_EXP else checkpoints.memory_interval_s / math.expm1(steps)
+        lost_s += (going_s - kept_s) * (1 - mtbf_s / durable_s)
     return max(gently * (1 - lost_s / (pace * mtbf_s)), 0.0) / math.exp(restart)
 
 
@@ -202,14 +197,6 @@ def _lost_durable_s(scenario: FailureScenario, mtbf_s: float, period_s: float) -
     return mtbf_s * checkpoints.interval_s / period_s - kept_s
 
 
-def _lost_memory_s(scenario: FailureScenario, mtbf_s: float) -> float:
-    """Training lost by a failure that snapshots in memory outlive."""
-    checkpoints = scenario.checkpoints
-    going_s = checkpoints.memory_ratio * mtbf_s
-    steps = checkpoints.memory_interval_s / going_s
-    return going_s if steps > _MOST_EXP else going_s - checkpoints.memory_interval_s / math.expm1(steps)
-
-
 def _gentle_share(scenario: FailureScenario) -> float:
     """Time of stops that can wait for a checkpoint, over the time between them."""
     recovery, checkpoints = scenario.recovery, scenario.checkpoints
@@ -220,17 +207,6 @@ def _gentle_share(scenario: FailureScenario) -> float:
     replaced = scenario.failures.per_host_day("slow") + scenario.failures.per_host_day("taken out")
     per_day = scenario.work.hosts * replaced + recovery.planned_per_day
     return (per_day * each_s + recovery.planned_per_day * recovery.planned_s) / DAY_S
-
-
-def _slow_share(scenario: FailureScenario) -> float:
-    """Of running time, that slow hosts take: there may be more than one at a time, and the slowest counts."""
-    healthy = 1.0
-    for failure in scenario.failures.classes:
-        if failure.effect == "slow":
-            found_s = scenario.recovery.find_slow_s if failure.detection_s is None else failure.detection_s
-            at_once = scenario.work.hosts * failure.per_host_day * found_s / DAY_S
-            healthy *= 1 - (1 - 1 / failure.slowdown) * -math.expm1(-at_once)
-    return 1 - healthy
 
 
 def away_ratio(scenario: FailureScenario) -> float:
@@ -248,17 +224,12 @@ def capacity_of(scenario: FailureScenario) -> tuple[float, float]:
     """Hosts that take part over those of the job, and the share of the time in which the job can run at all."""
     hosts, pool = scenario.work.hosts, scenario.pool
     capacity = enough = 0.0
-    for missing, chance in enumerate(binomial(scenario.all_hosts, away_ratio(scenario))):
-        size = _size_with(scenario, scenario.all_hosts - missing) if pool.when_missing == "shrink" else hosts
-        if scenario.all_hosts - missing < hosts and pool.when_missing == "wait":
-            size = 0
+    for away, chance in enumerate(binomial(scenario.all_hosts, away_ratio(scenario))):
+        missing = max(hosts - (scenario.all_hosts - away), 0)
+        size = 0 if missing else hosts
+        if pool.when_missing == "shrink":
+            size = hosts - -(-missing // pool.shrink_by) * pool.shrink_by
+            size = size if size >= scenario.smallest_hosts else 0
         capacity += chance * size / hosts
         enough += chance * (size > 0)
     return min(capacity, 1.0), min(enough, 1.0)
-
-
-def _size_with(scenario: FailureScenario, good: int) -> int:
-    """The largest number of hosts that a job which may shrink runs on, with so many good ones."""
-    missing = -(-max(scenario.work.hosts - good, 0) // scenario.pool.shrink_by) * scenario.pool.shrink_by
-    size = scenario.work.hosts - missing
-    return size if size >= scenario.smallest_hosts else 0

@@ -31,9 +31,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
+from phalanx.core.config import read_toml
 from phalanx.core.errors import UserError
-from phalanx.plan.measured_numbers import read_tree
-from phalanx.plan.types import Mark
 
 DAY_S = 86_400.0
 HOUR_S = 3_600.0
@@ -46,11 +45,7 @@ EFFECTS: tuple[Effect, ...] = ("stops", "slow", "taken out")
 
 
 def require(name: str, value: float, least: float = 0.0, most: float = _MOST) -> None:
-    """Refuse what is not a number from `least` to `most`.
-
-    Raises:
-        UserError: it is not (also for NaN and infinity).
-    """
+    """Refuse what is not a number from `least` to `most`."""
     if not least <= value <= most:
         cure = f"give a number from {least:g} to {most:g}"
         raise UserError("it is out of range", cure=cure, field=name, value=value)
@@ -58,19 +53,15 @@ def require(name: str, value: float, least: float = 0.0, most: float = _MOST) ->
 
 @dataclass(frozen=True)
 class Duration:
-    """How long something takes, seconds: always the same, or at random.
+    """How long something takes, seconds: always the same, or at random."""
 
-    Attributes:
-        kind: ``fixed``, ``exponential`` (both have `mean_s`), ``lognormal`` or ``observed``.
-        median_s, p90_s: of a lognormal duration, at most nine in ten are as long as `p90_s`.
-        values_s: what was observed; one of them is drawn.
-    """
-
+    # ``fixed``, ``exponential`` (both have `mean_s`), ``lognormal`` or ``observed``.
     kind: Literal["fixed", "exponential", "lognormal", "observed"]
     mean_s: float
+    # Of a lognormal duration, at most nine in ten are as long as `p90_s`.
     median_s: float = 0.0
     p90_s: float = 0.0
-    values_s: tuple[float, ...] = ()
+    values_s: tuple[float, ...] = ()  # what was observed; one of them is drawn
 
     def __post_init__(self) -> None:
         require("mean_s", self.mean_s)
@@ -113,25 +104,18 @@ def _sigma(median_s: float, p90_s: float) -> float:
 
 @dataclass(frozen=True)
 class FailureClass:
-    """One kind of failure.
-
-    Attributes:
-        per_host_day: how often on one host and day, on average over all hosts.
-        effect: what the job notices.
-        repair: how long the host is away; 0: it stays, and the job restarts in place.
-        detection_s: from the failure until it is noticed (with ``slow``: until the host is found), instead of
-            `Recovery.detection_s` or `Recovery.find_slow_s`.
-        slowdown: how many times as long steps take with such a host (``slow``), ratio.
-        survives: what is in the memory of hosts outlives it (the host's partner has a copy).
-    """
+    """One kind of failure."""
 
     name: str
-    per_host_day: float
-    effect: Effect = "stops"
+    per_host_day: float  # how often on one host and day, on average over all hosts
+    effect: Effect = "stops"  # what the job notices
+    # How long the host is away; 0: it stays, and the job restarts in place.
     repair: Duration = field(default_factory=lambda: Duration.fixed(0.0))
+    # From the failure until it is noticed (with ``slow``: until the host is found), instead of `Recovery.detection_s`
+    # or `Recovery.find_slow_s`.
     detection_s: float | None = None
-    slowdown: float = 1.1
-    survives: bool = True
+    slowdown: float = 1.1  # how many times as long steps take with such a host (``slow``), ratio
+    survives: bool = True  # what is in the memory of hosts outlives it (the host's partner has a copy)
 
     def __post_init__(self) -> None:
         require(f"per_host_day of {self.name}", self.per_host_day, 0, 1e6)
@@ -145,24 +129,16 @@ class FailureClass:
 
 @dataclass(frozen=True)
 class Failures:
-    """What fails, and how often.
-
-    Attributes:
-        lemon_share: of hosts that fail far more often than others, ratio.
-        lemon_times: how many times as often as a usual host, ratio. The mean over all hosts stays as the classes say.
-        evict_after: stops after which a host is taken for a lemon and replaced for good; 0: never.
-        replace_s: until another host stands in for one that is replaced for good.
-        idle_ratio: how often spares fail, over hosts of the job.
-        source: where the rates come from, for people.
-    """
+    """What fails, and how often."""
 
     classes: tuple[FailureClass, ...]
-    lemon_share: float = 0.0
+    lemon_share: float = 0.0  # of hosts that fail far more often than others, ratio
+    # How many times as often as a usual host, ratio. The mean over all hosts stays as the classes say.
     lemon_times: float = 1.0
-    evict_after: int = 0
-    replace_s: float = 3 * DAY_S
-    idle_ratio: float = 1.0
-    source: str = "given"
+    evict_after: int = 0  # stops after which a host is taken for a lemon and replaced for good; 0: never
+    replace_s: float = 3 * DAY_S  # until another host stands in for one that is replaced for good
+    idle_ratio: float = 1.0  # how often spares fail, over hosts of the job
+    source: str = "given"  # where the rates come from, for people
 
     def __post_init__(self) -> None:
         require("lemon_share", self.lemon_share, 0, 1)
@@ -193,31 +169,18 @@ class Failures:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What follows a failure, seconds.
+    """What follows a failure, seconds."""
 
-    Attributes:
-        detection_s: from the failure until it is noticed and its host is known.
-        restart_s: from then until steps are done again: stopping, checks, processes, groups, warming up.
-        load_s: of a durable checkpoint, beside that.
-        memory_load_s: of a checkpoint in memory, beside that.
-        queue_s: the scheduler's, before each start.
-        find_slow_s: from when a host gets slow until it is replaced.
-        spread: standard deviation over mean of the times above, ratio; 0: they are always the same.
-        saves_first: a checkpoint is taken before stops that can wait for one (planned ones, a slow host's).
-        planned_per_day: planned interruptions.
-        planned_s: how long one takes, without the restart.
-    """
-
-    detection_s: float = 60.0
-    restart_s: float = 300.0
-    load_s: float = 0.0
-    memory_load_s: float = 0.0
-    queue_s: float = 0.0
-    find_slow_s: float = 1_000.0
-    spread: float = 0.0
-    saves_first: bool = True
-    planned_per_day: float = 0.0
-    planned_s: float = 0.0
+    detection_s: float = 60.0  # from the failure until it is noticed and its host is known
+    restart_s: float = 300.0  # from then until steps are done again: stopping, checks, processes, groups, warming up
+    load_s: float = 0.0  # of a durable checkpoint, beside that
+    memory_load_s: float = 0.0  # of a checkpoint in memory, beside that
+    queue_s: float = 0.0  # the scheduler's, before each start
+    find_slow_s: float = 1_000.0  # from when a host gets slow until it is replaced
+    spread: float = 0.0  # standard deviation over mean of the times above, ratio; 0: they are always the same
+    saves_first: bool = True  # a checkpoint is taken before stops that can wait for one (planned ones, a slow host's)
+    planned_per_day: float = 0.0  # planned interruptions
+    planned_s: float = 0.0  # how long one takes, without the restart
 
     def __post_init__(self) -> None:
         for name in ("detection_s", "restart_s", "load_s", "memory_load_s", "queue_s", "find_slow_s", "planned_s"):
@@ -228,21 +191,13 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When state is saved, and what that costs.
+    """When state is saved, and what that costs."""
 
-    Attributes:
-        interval_s: of training between two durable checkpoints.
-        stall_s: by which one holds training up.
-        persist_s: after which it is durable; training goes on meanwhile. At most `interval_s`: one at a time.
-        memory_interval_s: of training between two snapshots in memory of the hosts; 0: none.
-        memory_stall_s: by which one of those holds training up.
-    """
-
-    interval_s: float = 1_800.0
-    stall_s: float = 5.0
-    persist_s: float = 0.0
-    memory_interval_s: float = 0.0
-    memory_stall_s: float = 0.0
+    interval_s: float = 1_800.0  # of training between two durable checkpoints
+    stall_s: float = 5.0  # by which one holds training up
+    persist_s: float = 0.0  # after which it is durable; training goes on meanwhile. At most `interval_s`: one at a time
+    memory_interval_s: float = 0.0  # of training between two snapshots in memory of the hosts; 0: none
+    memory_stall_s: float = 0.0  # by which one of those holds training up
 
     def __post_init__(self) -> None:
         require("interval_s", self.interval_s, 1e-3)
@@ -269,25 +224,15 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Pool:
-    """Hosts beside those of the job, and what is done without enough of them.
+    """Hosts beside those of the job, and what is done without enough of them."""
 
-    Attributes:
-        spares: hosts that wait, ready.
-        cold: hosts that may be asked for.
-        provision_s: until a cold host, or one that was repaired, is ready.
-        when_missing: wait for hosts, or go on with fewer.
-        shrink_by: hosts by which the job shrinks: a multiple of them is missing (one copy of the model, say).
-        smallest_hosts: the fewest that it goes on with; 0: half of them.
-        patience_s: how long a host is waited for before the job shrinks.
-    """
-
-    spares: int = 0
-    cold: int = 0
-    provision_s: float = 0.0
-    when_missing: Literal["wait", "shrink"] = "wait"
-    shrink_by: int = 1
-    smallest_hosts: int = 0
-    patience_s: float = 0.0
+    spares: int = 0  # hosts that wait, ready
+    cold: int = 0  # hosts that may be asked for
+    provision_s: float = 0.0  # until a cold host, or one that was repaired, is ready
+    when_missing: Literal["wait", "shrink"] = "wait"  # wait for hosts, or go on with fewer
+    shrink_by: int = 1  # hosts by which the job shrinks: a multiple of them is missing (one copy of the model, say)
+    smallest_hosts: int = 0  # the fewest that it goes on with; 0: half of them
+    patience_s: float = 0.0  # how long a host is waited for before the job shrinks
 
     def __post_init__(self) -> None:
         for name in ("spares", "cold", "smallest_hosts"):
@@ -303,22 +248,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done, and by how many.
+    """What is to be done, and by how many."""
 
-    Attributes:
-        hosts: that the job needs.
-        step_s: one step of training with all of them, healthy.
-        steps: that are to be made; 0: as many as there are in `days`.
-        days: how long it is watched. With `steps`: after which a run that has not finished is given up.
-        price_per_device_hour: in whatever money.
-    """
-
-    hosts: int
+    hosts: int  # that the job needs
     devices_per_host: int = 8
-    step_s: float = 1.0
-    steps: int = 0
-    days: float = 30.0
-    price_per_device_hour: float = 0.0
+    step_s: float = 1.0  # one step of training with all of them, healthy
+    steps: int = 0  # that are to be made; 0: as many as there are in `days`
+    days: float = 30.0  # how long it is watched. With `steps`: after which a run that has not finished is given up
+    price_per_device_hour: float = 0.0  # in whatever money
 
     def __post_init__(self) -> None:
         require("hosts", self.hosts, 1, 10_000_000)
@@ -336,11 +273,7 @@ class Work:
 
 @dataclass(frozen=True)
 class FailureScenario:
-    """All of it together.
-
-    Raises:
-        UserError: the parts do not fit each other.
-    """
+    """All of it together."""
 
     work: Work
     failures: Failures
@@ -380,7 +313,7 @@ _KEYS = {
         "date",
     ),
 }
-_MARKS: tuple[Mark, ...] = ("measured", "derived", "assumed")
+_MARKS = ("measured", "derived", "assumed")
 
 
 def known() -> list[str]:
@@ -389,21 +322,17 @@ def known() -> list[str]:
 
 
 def load_failures(name: str) -> Failures:
-    """The failures of a file that comes with the planner, or of a person's.
-
-    Raises:
-        UserError: there is no such file, or something in it is wrong.
-    """
+    """The failures of a file that comes with the planner, or of a person's."""
     if name not in known() and not name.endswith(".toml"):
         cure = f"choose one of {', '.join(known())}, or name a .toml file"
         raise UserError("there are no such failures", cure=cure, field="failures", value=name)
     path = FOLDER / f"{name}.toml" if name in known() else Path(name)
-    content = read_tree(path)
+    content = read_toml(path)
     try:
         return _failures(content)
     except UserError as error:
-        told = str(error).removesuffix(f": {error.problem}; {error.cure}")
-        raise UserError(error.problem, cure=error.cure, field=f"{path.name}: {told}") from None
+        where = str(error).removesuffix(f": {error.problem}; {error.cure}")
+        raise UserError(error.problem, cure=error.cure, field=f"{path.name}: {where}") from None
 
 
 def _failures(content: Mapping[str, Any]) -> Failures:

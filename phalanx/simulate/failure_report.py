@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 from rich.console import Group, RenderableType
@@ -17,9 +17,21 @@ from rich.text import Text
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.figures.pages.page_blocks import (
+    Block,
+    Bullets,
+    Cards,
+    Cell,
+    FigurePlace,
+    Heading,
+    PageTable,
+    numbers,
+    soft,
+)
 from phalanx.figures.simulate import choice_lines, run_histogram, time_shares
 from phalanx.figures.style import Figure
-from phalanx.plan.report.page_blocks import Block, Bullets, Cards, Cell, FigurePlace, Heading, PageTable, numbers, soft
+from phalanx.plan.report.report_model import finite
+from phalanx.plan.report.report_text import bar, make_columns, title
 from phalanx.simulate.failure_formulas import ClosedForm, away_ratio, closed_form, standby
 from phalanx.simulate.failure_model import DAY_S, HOUR_S, FailureScenario
 from phalanx.simulate.failure_simulation import (
@@ -39,39 +51,27 @@ _FACTORS = (0.25, 0.5, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Tried:
-    """A choice by the closed form.
-
-    Attributes:
-        why: what speaks for it.
-        value: seconds between checkpoints, or spares.
-        ettr, goodput: with it.
-        played: the same choice with the same failures as the scenario, where that was asked for.
-    """
+    """A choice by the closed form."""
 
     why: str
-    value: float
+    value: float  # seconds between checkpoints, or spares
     ettr: float
     goodput: float
+    # The same choice with the same failures as the scenario, where that was asked for.
     played: PlayedChoice | None = None
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Everything that is reported about a scenario.
-
-    Attributes:
-        form: formulas, for failures without memory, in the long run.
-        intervals, spares: choices, those of the scenario first.
-        source: where the failures come from.
-        is_recorded: they are recorded ones, or drawn from them with what came together.
-    """
+    """Everything that is reported about a scenario."""
 
     outcome: RunsOutcome
-    form: ClosedForm
+    form: ClosedForm  # formulas, for failures without memory, in the long run
+    # Choices, those of the scenario first.
     intervals: tuple[Tried, ...]
     spares: tuple[Tried, ...]
     source: str
-    is_recorded: bool = False
+    is_recorded: bool = False  # they are recorded ones, or drawn from them with what came together
 
     @property
     def scenario(self) -> FailureScenario:
@@ -85,33 +85,29 @@ def make_report(
     """The report of `outcome`.
 
     Args:
-        source: of the failures, for people.
         compare_runs: of every other choice, to be played with the same failures; 0: formulas only.
     """
     scenario = outcome.scenario
     intervals, spares = list(_intervals(scenario)), list(_spares(scenario))
     if compare_runs:
-        intervals = _with_neighbours(scenario, intervals)
+        # Shorter and longer ones than the best, too.
+        best = intervals[-1].value
+        others = [_possible(scenario, best * factor) for factor in _FACTORS]
+        intervals += [_interval(scenario, f"best x {f:g}", s) for f, s in zip(_FACTORS, others, strict=True)]
         played = play_intervals(scenario, [tried.value for tried in intervals], compare_runs, outcome.seed)
-        intervals = [_with(tried, choice) for tried, choice in zip(intervals, played, strict=True)]
+        intervals = [replace(tried, played=choice) for tried, choice in zip(intervals, played, strict=True)]
         played = play_spares(scenario, [int(tried.value) for tried in spares], compare_runs, outcome.seed)
-        spares = [_with(tried, choice) for tried, choice in zip(spares, played, strict=True)]
+        spares = [replace(tried, played=choice) for tried, choice in zip(spares, played, strict=True)]
     return FailureReport(outcome, closed_form(scenario), tuple(intervals), tuple(spares), source, is_recorded)
-
-
-def _with(tried: Tried, choice: PlayedChoice) -> Tried:
-    return Tried(tried.why, tried.value, tried.ettr, tried.goodput, choice)
 
 
 def _interval(scenario: FailureScenario, why: str, interval_s: float) -> Tried:
     form = closed_form(with_interval(scenario, interval_s))
-    return Tried(
-        why, interval_s, form.ettr, form.ettr * scenario.work.hosts / (scenario.work.hosts + scenario.pool.spares)
-    )
+    paid = scenario.work.hosts + scenario.pool.spares
+    return Tried(why, interval_s, form.ettr, form.ettr * scenario.work.hosts / paid)
 
 
 def _possible(scenario: FailureScenario, interval_s: float) -> float:
-    """The nearest interval that there can be."""
     least_s = max(scenario.checkpoints.persist_s, scenario.checkpoints.memory_interval_s, scenario.work.step_s)
     return min(max(interval_s, least_s), max(scenario.work.days * DAY_S, least_s))
 
@@ -124,13 +120,6 @@ def _intervals(scenario: FailureScenario) -> Iterator[Tried]:
         if math.isfinite(interval_s) and interval_s > 0 and _possible(scenario, interval_s) == interval_s:
             yield _interval(scenario, why, interval_s)
     yield _interval(scenario, "best", best_interval(scenario))
-
-
-def _with_neighbours(scenario: FailureScenario, intervals: list[Tried]) -> list[Tried]:
-    """Shorter and longer ones than the best, too."""
-    best = intervals[-1].value
-    others = [_possible(scenario, best * factor) for factor in _FACTORS]
-    return [*intervals, *(_interval(scenario, f"best x {f:g}", s) for f, s in zip(_FACTORS, others, strict=True))]
 
 
 def _spares(scenario: FailureScenario) -> Iterator[Tried]:
@@ -150,13 +139,15 @@ def _spares(scenario: FailureScenario) -> Iterator[Tried]:
             seen.add(number)
 
 
-VERSION = 1
-"""Grows when a key goes or changes its meaning; new keys leave it as it is."""
+VERSION = 1  # grows when a key goes or changes its meaning; new keys leave it as it is
 
 
 def months_json(report: FailureReport) -> dict[str, Any]:
     """Everything that is known of a scenario. `shares` sum to 1."""
-    outcome, scenario = report.outcome, report.scenario
+    outcome, scenario, form = report.outcome, report.scenario, report.form
+    classes = [{**asdict(each), "repair_mean_s": each.repair.mean_s} for each in scenario.failures.classes]
+    for each in classes:
+        del each["repair"]
     plain = {
         "version": VERSION,
         "runs": len(outcome.samples.wall_s),
@@ -167,7 +158,7 @@ def months_json(report: FailureReport) -> dict[str, Any]:
         "recovery": asdict(scenario.recovery),
         "checkpoints": asdict(scenario.checkpoints),
         "pool": asdict(scenario.pool),
-        "failure_classes": [_class(c) for c in (asdict(c) for c in scenario.failures.classes)],
+        "failure_classes": classes,
         "ettr_ratio": asdict(outcome.ettr),
         "goodput_ratio": asdict(outcome.goodput),
         "days": asdict(outcome.days),
@@ -178,39 +169,20 @@ def months_json(report: FailureReport) -> dict[str, Any]:
         "shares_ratio": {name: asdict(share) for name, share in outcome.shares.items()},
         "counts": {name: asdict(count) for name, count in outcome.counts.items()},
         "most_hosts_away": asdict(outcome.most_out),
-        "formulas": _formulas(report),
+        "formulas": {
+            "ettr_ratio": form.ettr,
+            "meta_ettr_ratio": form.meta_ettr,
+            "mtbf_s": form.mtbf_s,
+            "young_s": form.young_s,
+            "daly_s": form.daly_s,
+            "enough_hosts_ratio": form.enough_hosts,
+            "hosts_away": form.away_hosts,
+        },
         "intervals": [_tried(tried, "interval_s") for tried in report.intervals],
         "spares": [_tried(tried, "spares") for tried in report.spares],
     }
     cleaned: dict[str, Any] = finite(plain)
     return cleaned
-
-
-def finite(value: Any) -> Any:
-    """The same, with None for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _class(failure: dict[str, Any]) -> dict[str, Any]:
-    repair = failure.pop("repair")
-    return {**failure, "repair_mean_s": repair["mean_s"]}
-
-
-def _formulas(report: FailureReport) -> dict[str, Any]:
-    form = report.form
-    return {
-        "ettr_ratio": form.ettr,
-        "meta_ettr_ratio": form.meta_ettr,
-        "mtbf_s": form.mtbf_s,
-        "young_s": form.young_s,
-        "daly_s": form.daly_s,
-        "enough_hosts_ratio": form.enough_hosts,
-        "hosts_away": form.away_hosts,
-    }
 
 
 def _tried(tried: Tried, key: str) -> dict[str, Any]:
@@ -225,26 +197,24 @@ def _tried(tried: Tried, key: str) -> dict[str, Any]:
 FormatNumber: TypeAlias = Callable[[float], str]
 
 _BAR = 24
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _FIGURE_POINTS = 60
 
 
 def months_text(report: FailureReport) -> RenderableType:
     """All of a report."""
-    pieces: list[RenderableType] = [*_head(report), "", _heading("what comes of it"), _results(report)]
-    pieces += ["", _heading("where the time goes"), _parts(report.outcome)]
-    pieces += ["", _heading("what happens in a run"), _counts(report.outcome)]
-    pieces += ["", _heading("interval between durable checkpoints"), _choices(report.intervals, _interval_text)]
-    pieces += ["", _heading("spares"), _choices(report.spares, lambda value: f"{value:.0f}")]
-    return Group(*pieces, "", _listed(notes(report)))
-
-
-def _listed(lines: Iterator[str]) -> Table:
-    """A list; what does not fit goes on below its own beginning."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for line in lines:
-        table.add_row("-", line)
-    return table
+    first, *rest = head_lines(report)
+    lines, listed = Table.grid(padding=(0, 1, 0, 0)), Table.grid(padding=(0, 1, 0, 0))
+    for line in rest:
+        name, _, words = line.partition(" ")
+        lines.add_row(name, words)
+    for line in notes(report):
+        listed.add_row("-", line)
+    pieces: list[RenderableType] = [Text(first, style="bold"), lines, "", title("what comes of it"), _results(report)]
+    pieces += ["", title("where the time goes"), _parts(report.outcome)]
+    pieces += ["", title("what happens in a run"), _counts(report.outcome)]
+    pieces += ["", title("interval between durable checkpoints"), _choices(report.intervals, _interval_text)]
+    pieces += ["", title("spares"), _choices(report.spares, lambda value: f"{value:.0f}")]
+    return Group(*pieces, "", listed)
 
 
 def percent(ratio: float, digits: int = 2) -> str:
@@ -260,23 +230,16 @@ def head_lines(report: FailureReport) -> list[str]:
     goal = f"{work.steps:,} steps of {work.step_s:g} s" if work.steps else f"{work.days:g} days"
     often = "nothing stops it" if math.isinf(form.mtbf_s) else f"stopped once in {units.duration(form.mtbf_s)}"
     runs = len(report.outcome.samples.wall_s)
+    saved, recovery = scenario.checkpoints, scenario.recovery
+    memory = f", in memory every {units.duration(saved.memory_interval_s)}" if saved.memory_interval_s else ""
     return [
         f"{work.hosts * work.devices_per_host:,} devices on {work.hosts:,} hosts{beside}: {goal}, {runs:,} runs, "
         f"seed {report.outcome.seed}",
         f"failures: {report.source}; {often}",
-        checkpoint_line(scenario),
-    ]
-
-
-def checkpoint_line(scenario: FailureScenario) -> str:
-    """When state is saved and what follows a failure, in a line."""
-    saved, recovery = scenario.checkpoints, scenario.recovery
-    memory = f", in memory every {units.duration(saved.memory_interval_s)}" if saved.memory_interval_s else ""
-    return (
         f"checkpoints: every {units.duration(saved.interval_s)} (stall {units.duration(saved.stall_s)}){memory}; "
         f"a failure is noticed in {units.duration(recovery.detection_s)}, a restart takes "
-        f"{units.duration(recovery.restart_s + recovery.load_s)}"
-    )
+        f"{units.duration(recovery.restart_s + recovery.load_s)}",
+    ]
 
 
 def notes(report: FailureReport) -> Iterator[str]:
@@ -298,29 +261,9 @@ def notes(report: FailureReport) -> Iterator[str]:
         yield "less than half of the time trains: save more often, restart faster, or have more spares"
 
 
-def _head(report: FailureReport) -> list[RenderableType]:
-    first, *rest = head_lines(report)
-    lines = Table.grid(padding=(0, 1, 0, 0))
-    for line in rest:
-        name, _, words = line.partition(" ")
-        lines.add_row(name, words)
-    return [Text(first, style="bold"), lines]
-
-
-def _heading(text: str) -> Text:
-    return Text(text, style="bold underline")
-
-
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    return table
-
-
 def _results(report: FailureReport) -> Table:
     outcome, work = report.outcome, report.scenario.work
-    table = _table(("", "left"), ("mean", "right"), ("± 95 %", "right"), ("95 % of the runs", "left"))
+    table = make_columns(("", "left"), ("mean", "right"), ("± 95 %", "right"), ("95 % of the runs", "left"))
     _add(table, "effective time (ETTR)", outcome.ettr, lambda value: percent(value))
     _add(table, "goodput, of all paid", outcome.goodput, lambda value: percent(value))
     if work.steps:
@@ -346,24 +289,19 @@ def _add(table: Table, name: str, estimate: Estimate, shown: FormatNumber) -> No
 
 
 def _parts(outcome: RunsOutcome) -> Table:
-    table = _table(("", "left"), ("share", "right"), ("hours", "right"), ("95 % of the runs", "right"), ("", "left"))
+    names = (("", "left"), ("share", "right"), ("hours", "right"), ("95 % of the runs", "right"), ("", "left"))
+    table = make_columns(*names)
     wall_h = float(outcome.samples.wall_s.mean()) / HOUR_S
     for name, share in outcome.shares.items():
         if share.most > 1e-9 or name == "training":
             spread = f"{percent(share.least)} … {percent(share.most)}"
-            table.add_row(name, percent(share.mean), f"{share.mean * wall_h:,.1f}", spread, bar(share.mean))
+            table.add_row(name, percent(share.mean), f"{share.mean * wall_h:,.1f}", spread, bar(share.mean, _BAR))
     table.add_row("all", percent(1.0), f"{wall_h:,.1f}", "", "", style="bold")
     return table
 
 
-def bar(share: float) -> str:
-    """A bar of eighths of a character."""
-    eighths = round(max(share, 0.0) * _BAR * 8)
-    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8].strip() if eighths % 8 else "")
-
-
 def _counts(outcome: RunsOutcome) -> Table:
-    table = _table(("", "left"), ("mean", "right"), ("95 % of the runs", "left"))
+    table = make_columns(("", "left"), ("mean", "right"), ("95 % of the runs", "left"))
     for name, count in {**outcome.counts, "hosts away at once, at most": outcome.most_out}.items():
         if count.most > 0:
             table.add_row(name, f"{count.mean:,.1f}", f"{count.least:,.0f} … {count.most:,.0f}")
@@ -377,7 +315,7 @@ def _interval_text(seconds: float) -> str:
 def _choices(tried: tuple[Tried, ...], shown: FormatNumber) -> Table:
     is_played = any(one.played for one in tried)
     columns = [("", "left"), ("", "right"), ("effective", "right"), ("goodput", "right")]
-    table = _table(*columns, *([("played", "right"), ("gain, same failures", "right")] if is_played else []))
+    table = make_columns(*columns, *([("played", "right"), ("gain, same failures", "right")] if is_played else []))
     for one in tried:
         cells = [one.why, shown(one.value), percent(one.ettr), percent(one.goodput)]
         if one.played:
@@ -396,7 +334,8 @@ def months_sections(report: FailureReport) -> list[Block]:
         (percent(report.form.ettr, 1), "ETTR by formula"),
     ]
     if report.scenario.work.steps:
-        cards.append((_number(outcome.days.median), "days to finish, median"))
+        days = outcome.days.median
+        cards.append(("never" if math.isinf(days) else f"{days:,.1f}", "days to finish, median"))
     if report.scenario.work.price_per_device_hour:
         cards.append((f"{outcome.cost.mean:,.0f}", "cost"))
     return [
@@ -429,18 +368,25 @@ def months_figures(report: FailureReport) -> dict[str, Figure]:
         for name, share in outcome.shares.items()
     ]
     ettr = (100 * outcome.samples.ettr).tolist()
+    # Around all that were tried, as far as they can be.
+    values, checkpoints = [tried.value for tried in report.intervals], scenario.checkpoints
+    low = max(min(values) / 4, checkpoints.persist_s, checkpoints.memory_interval_s, 1e-3)
+    high = max(max(values) * 4, low)
+    intervals = [low * (high / low) ** (k / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)]
+    most = max(8, *(tried.value for tried in report.spares))
+    spares = sorted({round(k * most / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)})
     figures = {
         "parts": time_shares(shares),
         "runs": run_histogram(ettr, "Effective time of the runs", "per cent of the time", 100 * report.form.ettr),
         "intervals": choice_lines(
-            list(_formula_rows(scenario, _interval_values(report), with_interval)),
+            list(_formula_rows(scenario, intervals, with_interval)),
             list(_played(report.intervals)),
             "How often to save",
             "seconds of training between durable checkpoints",
             is_log=True,
         ),
         "spares": choice_lines(
-            list(_formula_rows(scenario, _spare_values(report), lambda one, value: with_spares(one, int(value)))),
+            list(_formula_rows(scenario, list(map(float, spares)), lambda one, value: with_spares(one, int(value)))),
             list(_played(report.spares)),
             "How many hosts to keep ready",
             "spares",
@@ -450,20 +396,6 @@ def months_figures(report: FailureReport) -> dict[str, Figure]:
     if scenario.work.steps:
         figures["days"] = run_histogram(finished.tolist(), "When the work is done", "days")
     return figures
-
-
-def _interval_values(report: FailureReport) -> list[float]:
-    """Around all that were tried, as far as they can be."""
-    values = [tried.value for tried in report.intervals]
-    checkpoints = report.scenario.checkpoints
-    low = max(min(values) / 4, checkpoints.persist_s, checkpoints.memory_interval_s, 1e-3)
-    high = max(max(values) * 4, low)
-    return [low * (high / low) ** (k / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)]
-
-
-def _spare_values(report: FailureReport) -> list[float]:
-    most = max(tried.value for tried in report.spares)
-    return [float(k) for k in sorted({round(k * max(most, 8) / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)})]
 
 
 def _formula_rows(
@@ -481,10 +413,6 @@ def _played(choices: Sequence[Tried]) -> Iterator[dict[str, float]]:
         if tried.played is not None:
             ettr = tried.played.outcome.ettr
             yield {"value": tried.value, "ettr": ettr.mean, "low": ettr.low, "high": ettr.high}
-
-
-def _number(value: float) -> str:
-    return "never" if math.isinf(value) else f"{value:,.1f}"
 
 
 def _estimates(estimates: Mapping[str, Estimate], name: str, shown: Callable[[float], str]) -> PageTable:

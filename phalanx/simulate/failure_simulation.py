@@ -48,9 +48,6 @@ def simulate(scenario: FailureScenario, runs: int = 1000, seed: int = 0, hosts_d
 
     Args:
         hosts_drawn: for how many hosts failures are drawn, at least all of them; 0: as many as there are.
-
-    Raises:
-        UserError: there are too many failures to play; of such a job nothing would come.
     """
     require("runs", runs, 1, 1_000_000)
     hosts = max(hosts_drawn, scenario.all_hosts)
@@ -62,11 +59,7 @@ def simulate(scenario: FailureScenario, runs: int = 1000, seed: int = 0, hosts_d
 
 
 def require_playable(scenario: FailureScenario, hosts: int) -> None:
-    """Refuse more failures of so many hosts than can be played.
-
-    Raises:
-        UserError: there are too many; of such a job nothing would come.
-    """
+    """Refuse more failures of so many hosts than can be played."""
     per_day = _events_per_day(scenario, hosts)
     if per_day * scenario.work.days > _MOST_EVENTS:
         cure = f"watch {_MOST_EVENTS / per_day:.3g} days at most, or look at the rates"
@@ -125,11 +118,19 @@ def play(state: RunState, history: History, until_s: float) -> None:
         # lost to a failure at the same moment.
         kinds = times_s.argmin(axis=0)
         _advance_time(state, runs, times_s[kinds, np.arange(len(runs))])
-        runs = _apply_events(state, history, runs, columns, kinds, cursor)
+        due = runs[kinds == _SLOT]
+        if len(due):
+            host_events.apply_due_slots(state, due, columns[kinds == _SLOT])
+        _ready(state, runs[kinds == _READY])
+        failing = runs[kinds == _FAILURE]
+        if len(failing):
+            cursor[failing] += 1
+            host_events.apply_failures(state, history, failing, cursor[failing] - 1)
+        state.phase[runs[kinds == _FINISH]] = DONE
+        runs = runs[(kinds != _FINISH) & (kinds != _END)]
 
 
 def _finish(state: RunState, runs: Ints) -> Floats:
-    """When the work will be done if nothing happens; where no steps are made, never."""
     if not np.isfinite(state.scenario.work.goal_s):
         return np.full(len(runs), np.inf)
     ends_s = np.full(len(runs), np.inf)
@@ -148,23 +149,7 @@ def _advance_time(state: RunState, runs: Ints, until_s: Floats) -> None:
     state.now_s[runs] = until_s
 
 
-def _apply_events(state: RunState, history: History, runs: Ints, columns: Ints, kinds: Ints, cursor: Ints) -> Ints:
-    """What is due in each run; those that go on."""
-    due = runs[kinds == _SLOT]
-    if len(due):
-        host_events.apply_due_slots(state, due, columns[kinds == _SLOT])
-    _ready(state, runs[kinds == _READY])
-    failing = runs[kinds == _FAILURE]
-    if len(failing):
-        cursor[failing] += 1
-        host_events.apply_failures(state, history, failing, cursor[failing] - 1)
-    state.phase[runs[kinds == _FINISH]] = DONE
-    going: Ints = runs[(kinds != _FINISH) & (kinds != _END)]
-    return going
-
-
 def _ready(state: RunState, runs: Ints) -> None:
-    """What was waited for is over: patience, or a restart."""
     if not len(runs):
         return
     waited = state.phase[runs] == WAIT
@@ -182,17 +167,13 @@ _Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure over all runs.
-
-    Attributes:
-        mean: of all runs.
-        low, high: in which the true mean lies with 95 % confidence.
-        least, median, most: 2.5 %, half and 97.5 % of the runs have no more than this: where one single run lies.
-    """
+    """A figure over all runs."""
 
     mean: float
+    # In which the true mean lies with 95 % confidence.
     low: float
     high: float
+    # 2.5 %, half and 97.5 % of the runs have no more than this: where one single run lies.
     least: float
     median: float
     most: float
@@ -211,20 +192,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RunSamples:
-    """What became of each run, in arrays.
-
-    Attributes:
-        parts_s: runs x `PARTS`; they sum to `wall_s`.
-        counts: runs x `COUNTS`.
-        finished: all the work was done.
-        most_out: hosts that were away at once at most.
-    """
+    """What became of each run, in arrays."""
 
     wall_s: Floats
-    parts_s: Floats
+    parts_s: Floats  # runs x `PARTS`; they sum to `wall_s`
     counts: NDArray[np.int64]
     finished: NDArray[np.bool_]
-    most_out: NDArray[np.int64]
+    most_out: NDArray[np.int64]  # hosts that were away at once at most
 
     @classmethod
     def of(cls, state: RunState) -> RunSamples:
@@ -245,33 +219,19 @@ class RunSamples:
 
 @dataclass(frozen=True)
 class RunsOutcome:
-    """What is to be expected.
-
-    Attributes:
-        ettr: effective training time ratio: training that counts, over all time.
-        goodput: that times the share of all hosts, spares too, that the job uses.
-        days: that a run takes; with a goal, until it is reached (infinite: it was not).
-        device_hours: of all hosts, spares too, cold ones not.
-        cost: of these, in the money of `Work.price_per_device_hour`.
-        steps: that count.
-        shares: where the time goes, of all of it; they sum to 1.
-        counts: what happened in a run.
-        finished: runs that reached the goal, ratio; 0 where there is none.
-        most_out: hosts that were away at once at most.
-        samples: the runs themselves.
-    """
+    """What is to be expected."""
 
     scenario: FailureScenario
     seed: int
-    ettr: Estimate
-    goodput: Estimate
-    days: Estimate
-    device_hours: Estimate
-    cost: Estimate
+    ettr: Estimate  # effective training time ratio: training that counts, over all time
+    goodput: Estimate  # that times the share of all hosts, spares too, that the job uses
+    days: Estimate  # that a run takes; with a goal, until it is reached (infinite: it was not)
+    device_hours: Estimate  # of all hosts, spares too, cold ones not
+    cost: Estimate  # of these, in the money of `Work.price_per_device_hour`
     steps: Estimate
-    shares: Mapping[str, Estimate]
-    counts: Mapping[str, Estimate]
-    finished: float
+    shares: Mapping[str, Estimate]  # where the time goes, of all of it; they sum to 1
+    counts: Mapping[str, Estimate]  # what happened in a run
+    finished: float  # runs that reached the goal, ratio; 0 where there is none
     most_out: Estimate
     samples: RunSamples
 
@@ -307,16 +267,11 @@ _MOST_SPARES = 4096
 
 @dataclass(frozen=True)
 class PlayedChoice:
-    """One of the values that were tried.
+    """One of the values that were tried."""
 
-    Attributes:
-        value: seconds between checkpoints, or spares.
-        gain: how much more of what is wanted it brings than the value that the scenario had, in the same runs.
-    """
-
-    value: float
+    value: float  # seconds between checkpoints, or spares
     outcome: RunsOutcome
-    gain: Estimate
+    gain: Estimate  # how much more of what is wanted it brings than the value that the scenario had, in the same runs
 
 
 def with_interval(scenario: FailureScenario, interval_s: float) -> FailureScenario:
@@ -361,11 +316,7 @@ def _lowest(cost: Callable[[int], float], low: int, high: int) -> int:
 
 
 def best_spares(scenario: FailureScenario) -> int:
-    """The number of spares with the highest goodput by the closed form: training, over all hosts that are paid.
-
-    Raises:
-        UserError: so many hosts are away that no number is enough.
-    """
+    """The number of spares with the highest goodput by the closed form: training, over all hosts that are paid."""
     hosts, first = scenario.work.hosts, _first_to_try(scenario)
     best, highest, without_gain = first, -1.0, 0
     for spares in range(first, _MOST_SPARES + 1):

@@ -74,11 +74,7 @@ def effect_of(kind: dict[str, str]) -> Effect:
 
 
 def read_trace(path: Path) -> list[Fault]:
-    """All faults in the order in which they begin; of two at once on a node the one that began first ends first.
-
-    Raises:
-        UserError: there is no such file, or it holds something else.
-    """
+    """All faults in the order in which they begin; of two at once on a node the one that began first ends first."""
     faults: list[Fault] = []
     begun: dict[str, list[dict]] = {}
     try:

@@ -6,8 +6,6 @@ the job starts again with what there is; `train` moves steps and checkpoints on,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,33 +66,23 @@ def apply_failures(state: RunState, history: History, runs: Ints, columns: Ints)
     """Each run has its next event of the history."""
     hits = Hits(history, runs, columns)
     is_planned = hits.hosts == PLANNED_STOP
-    hits = _each(state, hits, is_planned, _planned)
+    if is_planned.any():
+        planned = hits.where(is_planned & (state.phase[runs] == RUN))  # else it is done while the job stands still
+        stop_gently(state, planned.runs, planned.repairs_s)
+        state.count(STOPS, planned.runs)
+        begin(state, planned.runs)
+        hits = hits.where(~is_planned)
     # A recorded year may have more hosts than the job and its spares; lemons that were replaced fail no more.
     hits = hits.where(hits.hosts < state.scenario.all_hosts)
     hits = hits.where(~(history.is_extra[hits.runs, hits.columns] & state.is_cured[hits.runs, hits.hosts]))
     places = state.host_groups.where[hits.runs, hits.hosts]
     # Where the host is now decides what its failure does. All runs are looked at together, one kind after the other.
     is_away, in_job = places == AWAY, places == JOB
-    _each(state, hits, in_job & state.classes.stops[hits.classes], _stopped)
-    _each(state, hits, in_job & ~state.classes.stops[hits.classes], _unseen)
-    _each(state, hits, is_away, _away)
-    _each(state, hits, ~in_job & ~is_away, _idle)
-
-
-def _each(state: RunState, hits: Hits, chosen: Flags, do: Callable[[RunState, Hits], None]) -> Hits:
-    """Do this with the chosen ones, if there are any; the others."""
-    if chosen.any():
-        do(state, hits.where(chosen))
-        return hits.where(~chosen)
-    return hits
-
-
-def _planned(state: RunState, hits: Hits) -> None:
-    """Planned work is done while the job stands still anyway, if it does."""
-    hits = hits.where(state.phase[hits.runs] == RUN)
-    stop_gently(state, hits.runs, hits.repairs_s)
-    state.count(STOPS, hits.runs)
-    begin(state, hits.runs)
+    stops = state.classes.stops[hits.classes]
+    cases = ((in_job & stops, _stopped), (in_job & ~stops, _unseen), (is_away, _away), (~in_job & ~is_away, _idle))
+    for chosen, do in cases:
+        if chosen.any():
+            do(state, hits.where(chosen))
 
 
 def _until(state: RunState, hits: Hits) -> Floats:
@@ -134,18 +122,14 @@ def _stopped(state: RunState, hits: Hits) -> None:
     gone, who = runs[leaves], hits.hosts[leaves]
     leave(state, gone, who)
     state.count(LOST, gone)
-    go_out(state, gone, who, _end_of(state, hits, repairs_s)[leaves])
-    begin_or_wait(state, stands)
-
-
-def _end_of(state: RunState, hits: Hits, repairs_s: Floats) -> Floats:
-    """When these hosts are good again; where failures add up, not before the last is over."""
+    # Where failures add up, a host is not good again before the last is over.
     ends_s = state.now_s[hits.runs] + repairs_s
     if hits.history.is_fixed:
         found, columns = state.slots.find(hits.runs, hits.hosts)
         earlier_s = state.slots.end_s[hits.runs, columns]
         ends_s = np.where(found & np.isfinite(earlier_s), np.maximum(ends_s, earlier_s), ends_s)
-    return ends_s
+    go_out(state, gone, who, ends_s[leaves])
+    begin_or_wait(state, stands)
 
 
 def _with_lemons(state: RunState, hits: Hits) -> Floats:
@@ -234,13 +218,10 @@ def ask(state: RunState, runs: Ints) -> None:
         missing = wanted - state.job_hosts[runs] - state.spares[runs] - state.coming[runs]
         runs = runs[missing > 0]
         if len(runs):
-            _come(state, runs, state.host_groups.take(COLD, runs))
+            ready_s = state.now_s[runs] + state.scenario.pool.provision_s
+            state.slots.put(COMING, runs, state.host_groups.take(COLD, runs), ready_s)
+            state.coming[runs] += 1
         runs = runs[state.host_groups.counts[COLD, runs] > 0]
-
-
-def _come(state: RunState, runs: Ints, hosts: Ints) -> None:
-    state.slots.put(COMING, runs, hosts, state.now_s[runs] + state.scenario.pool.provision_s)
-    state.coming[runs] += 1
 
 
 def go_out(state: RunState, runs: Ints, hosts: Ints, until_s: Floats) -> None:
@@ -480,7 +461,9 @@ def lose(state: RunState, runs: Ints, survives: Flags) -> None:
     checkpoints = state.scenario.checkpoints
     since = state.since_save_s[runs]
     has_memory = survives & (checkpoints.memory_interval_s > 0)
-    kept = np.where(has_memory, _kept_in_memory(since, checkpoints.memory_interval_s), 0.0)
+    kept = np.zeros_like(since)
+    if every_s := checkpoints.memory_interval_s:
+        kept = np.where(has_memory, np.floor(since / every_s * (1 + 1e-12)) * every_s, 0.0)
     is_persisting = state.persisting_s[runs] < checkpoints.persist_s
     older = np.where(is_persisting & ~has_memory, checkpoints.interval_s, 0.0)
     lost = np.minimum(since - kept + older, state.parts_s[runs, TRAINING])
@@ -489,10 +472,6 @@ def lose(state: RunState, runs: Ints, survives: Flags) -> None:
     state.since_save_s[runs] = kept
     state.stall_left_s[runs] = 0.0
     state.persisting_s[runs] = np.where(has_memory, state.persisting_s[runs], np.inf)
-
-
-def _kept_in_memory(since: Floats, interval_s: float) -> Floats:
-    return np.floor(since / interval_s * (1 + 1e-12)) * interval_s if interval_s else np.zeros_like(since)
 
 
 def save(state: RunState, runs: Ints) -> None:

@@ -29,11 +29,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PhaseShape:
-    """Who sends to whom, whatever the bytes.
-
-    Attributes:
-        stage_hosts: hosts of a pipeline stage, and `stages` of them: what placing pipelines first goes by.
-    """
+    """Who sends to whom, whatever the bytes."""
 
     pattern: Pattern
     ranks: int
@@ -41,27 +37,19 @@ class PhaseShape:
     devices: int
     devices_per_host: int
     stages: int = 1
-    stage_hosts: int = 1
+    stage_hosts: int = 1  # hosts of a pipeline stage, and `stages` of them: what placing pipelines first goes by
 
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """The fullest link of a phase in which every rank sends one byte.
+    """The fullest link of a phase in which every rank sends one byte."""
 
-    Attributes:
-        seconds: that it needs.
-        sending_seconds: that the fullest NIC needs to send.
-        kind: what the link connects.
-        paths: that cross it; `capacity`: its bytes per second.
-        hot_links: links of its kind that are asked for more than they carry, for each switch that has one.
-    """
-
-    seconds: float
-    sending_seconds: float
-    kind: str
-    paths: float
-    capacity: float
-    hot_links: float
+    seconds: float  # that it needs
+    sending_seconds: float  # that the fullest NIC needs to send
+    kind: str  # what the link connects
+    paths: float  # that cross it
+    capacity: float  # its bytes per second
+    hot_links: float  # links of its kind that are asked for more than they carry, for each switch that has one
 
     @property
     def overload(self) -> float:
@@ -69,8 +57,7 @@ class LinkLoad:
         return self.seconds / self.sending_seconds if self.sending_seconds else 0.0
 
 
-NOTHING = LinkLoad(0.0, 0.0, "none", 0.0, 1.0, 0.0)
-"""A phase that stays inside hosts."""
+NOTHING = LinkLoad(0.0, 0.0, "none", 0.0, 1.0, 0.0)  # A phase that stays inside hosts
 
 
 def shape_of(phase: Phase, traffic: Traffic, devices: int, devices_per_host: int) -> PhaseShape:
@@ -94,10 +81,16 @@ def measure(
     if hashing == "ideal":
         seconds = link_bytes(fabric, moved, hashing, queue_pairs, seed) / capacity
         return _fullest(fabric, seconds, capacity, None)
-    crossing = moved.chosen(_crosses(fabric, moved))
+    # Flows that stay below their ToR have one way only, which no hash decides.
+    source = fabric.tor_of(moved.source_host, moved.source_nic)
+    crossing = moved.chosen(source != fabric.tor_of(moved.target_host, moved.target_nic))
     paths = choose_paths(fabric, crossing, hashing, queue_pairs, seed)
     weights = np.repeat(crossing.num_bytes / queue_pairs, queue_pairs)
-    loads = _nic_bytes(fabric, moved) + add_up(paths[:, 1:5], weights, fabric.num_links)
+    first = fabric.offsets
+    sends = first[0] + moved.source_host * fabric.nics_per_host + moved.source_nic
+    receives = first[1] + moved.target_host * fabric.nics_per_host + moved.target_nic
+    loads = add_up(np.stack([sends, receives], axis=1), moved.num_bytes, fabric.num_links)
+    loads += add_up(paths[:, 1:5], weights, fabric.num_links)
     return _fullest(fabric, loads / capacity, capacity, paths)
 
 
@@ -114,7 +107,6 @@ def _flows(shape: PhaseShape, nics_per_host: int) -> Flows:
 
 
 def _positions(shape: PhaseShape, fabric: Fabric, placement: Placement, seed: int) -> Indices:
-    """Where each host of the job stands; a fabric may have more."""
     hosts = shape.devices // shape.devices_per_host
     if placement == "scattered":
         return np.random.default_rng(seed).permutation(fabric.hosts)[:hosts]
@@ -122,22 +114,6 @@ def _positions(shape: PhaseShape, fabric: Fabric, placement: Placement, seed: in
         grid = np.arange(hosts).reshape(-1, shape.stage_hosts, shape.stages)
         return grid.transpose(0, 2, 1).ravel()
     return np.arange(hosts)
-
-
-def _crosses(fabric: Fabric, flows: Flows) -> NDArray[np.bool_]:
-    """Flows that leave their ToR; the others have one way only, which no hash decides."""
-    source = fabric.tor_of(flows.source_host, flows.source_nic)
-    target = fabric.tor_of(flows.target_host, flows.target_nic)
-    different: NDArray[np.bool_] = source != target
-    return different
-
-
-def _nic_bytes(fabric: Fabric, flows: Flows) -> Floats:
-    """Bytes over the links between NICs and ToRs."""
-    first = fabric.offsets
-    sends = first[0] + flows.source_host * fabric.nics_per_host + flows.source_nic
-    receives = first[1] + flows.target_host * fabric.nics_per_host + flows.target_nic
-    return add_up(np.stack([sends, receives], axis=1), flows.num_bytes, fabric.num_links)
 
 
 def _fullest(fabric: Fabric, seconds: Floats, capacity: Floats, paths: Indices | None) -> LinkLoad:
@@ -209,16 +185,12 @@ _EQUAL = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Crossings:
-    """Which item crosses which link, and with what weight; each pair once.
-
-    Attributes:
-        items: how many there are; every one crosses at least one link.
-    """
+    """Which item crosses which link, and with what weight; each pair once."""
 
     link: Indices
     item: Indices
     weight: Floats
-    items: int
+    items: int  # how many there are; every one crosses at least one link
 
     @classmethod
     def of_paths(cls, paths: Indices, item: Indices, items: int, num_links: int) -> Crossings:
@@ -239,7 +211,10 @@ def max_min_rates(crossings: Crossings, capacity: Floats) -> Floats:
     left = np.asarray(capacity, dtype=float).copy()
     link, item, weight = crossings.link, crossings.item, crossings.weight
     while len(link):
-        share = _equal_shares(left, link, weight)
+        # The level at which each link is full if nothing else stops its items.
+        load = np.bincount(link, weights=weight, minlength=len(left))
+        share = np.full(len(left), np.inf)
+        np.divide(left, load, out=share, where=load > 0)
         narrowest = np.full(crossings.items, np.inf)
         np.minimum.at(narrowest, item, share[link])
         least = np.full(len(left), np.inf)
@@ -253,11 +228,3 @@ def max_min_rates(crossings: Crossings, capacity: Floats) -> Floats:
         np.maximum(left, 0.0, out=left)
         link, item, weight = link[~goes], item[~goes], weight[~goes]
     return rates
-
-
-def _equal_shares(left: Floats, link: Indices, weight: Floats) -> Floats:
-    """The level at which each link is full if nothing else stops its items."""
-    load = np.bincount(link, weights=weight, minlength=len(left))
-    share = np.full(len(left), np.inf)
-    np.divide(left, load, out=share, where=load > 0)
-    return share

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.figures.pages.page_blocks import Block, Cell, FigurePlace, Heading, PageTable, numbers, soft
 from phalanx.figures.simulate import lost_bars, queue_lines
 from phalanx.figures.style import Figure
-from phalanx.plan.report.page_blocks import Block, Cell, FigurePlace, Heading, PageTable, numbers, soft
+from phalanx.plan.report.report_text import bar
 from phalanx.simulate.fabric import Fabric
-from phalanx.simulate.network_simulation import CAUSES, Conflicts, NetworkReport, PhaseOutcome, ScenarioOutcome
+from phalanx.simulate.network_simulation import CAUSES, NetworkReport, PhaseOutcome, ScenarioOutcome
 
 _BAR = 10
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
-_LEAST_FULL = 0.01
-"""A bar is full from so much on: where nothing matters, nothing looks as if it did."""
+_LEAST_FULL = 0.01  # A bar is full from so much on: where nothing matters, nothing looks as if it did
 _NARROW = 100
 _WIDE = 130
+_PHASE = ("ideal s", "now s", "exposed s", "asked of fullest link", "queue µs", "paused", "of fair rate")
 
 
 def report_text(report: NetworkReport, *, width: int = 100) -> RenderableType:
     """All of a report: the fabric, each scenario with what it costs and why, the phases of the first, collisions."""
     pieces: list[RenderableType] = [*_head(report), "", _scenarios(report, width), ""]
     pieces += [_phases(report.outcomes[0])]
-    if report.conflicts is not None:
-        pieces += ["", *_conflict_lines(report.conflicts)]
-    pieces += ["", *(Text(note, style="dim") for note in (*report.notes, _foot(report)))]
-    return Group(*pieces)
+    if (conflicts := report.conflicts) is not None:
+        low, lowest, mean = (f"{100 * conflicts.shares[name]:.1f} %" for name in ("p1", "lowest", "mean"))
+        full = (
+            f"a full ToR: {conflicts.flows} connections choose among {conflicts.links} uplinks; each gets "
+            f"{100 * conflicts.expected_share:.1f} % of its rate on average, {100 * conflicts.free_probability:.1f} % "
+            f"get all, the fullest uplink has {conflicts.expected_fullest:.1f} of them"
+        )
+        alone = f"flows of {conflicts.phase}, if they did not wait for each other"
+        fair = f"{alone}: {mean} of a NIC's rate, {low} at the 1st percentile, {lowest} the slowest (max-min fair)"
+        pieces += ["", Text("collisions of hashes", style="bold"), Text(full), Text(fair)]
+    draws = f"{report.draws} draw{'s' * (report.draws > 1)} of hashes and places"
+    foot = f"{draws}; a step waits for its slowest message; computed in {report.wall_s:.1f} s"
+    return Group(*pieces, "", *(Text(note, style="dim") for note in (*report.notes, foot)))
 
 
 def fabric_line(fabric: Fabric) -> str:
@@ -74,9 +83,9 @@ def _scenarios(report: NetworkReport, width: int) -> Table:
     longest = max((_longer(report, one) for one in report.outcomes if not one.scenario.flap_s), default=0.0)
     most = max(longest, _LEAST_FULL)
     for place, outcome in enumerate(report.outcomes):
-        name, step, longer, bar, spread, why = _cells(report, outcome, most)
+        *cells, spread, why = _cells(report, outcome, most)
         middle = [spread] if width >= _WIDE else []
-        table.add_row(name, step, longer, bar, *middle, why, style="bold" if place == 0 else "")
+        table.add_row(*cells, *middle, why, style="bold" if place == 0 else "")
     return table
 
 
@@ -87,66 +96,30 @@ def _cells(report: NetworkReport, outcome: ScenarioOutcome, most: float) -> tupl
     longer = _longer(report, outcome)
     spread = "" if outcome.high_s - outcome.low_s < 1e-3 else f"{outcome.low_s:.3f} to {outcome.high_s:.3f}"
     style = "red" if longer > 0.1 else "yellow" if longer > 0.01 else "green"
-    bar = Text(_bar(longer / most), style=style)
-    return name, f"{outcome.step_s:.3f}", f"{100 * longer:+.2f} %", bar, spread, outcome.why
+    drawn = Text(bar(longer / most, _BAR), style=style)
+    return name, f"{outcome.step_s:.3f}", f"{100 * longer:+.2f} %", drawn, spread, outcome.why
 
 
 def _longer(report: NetworkReport, outcome: ScenarioOutcome) -> float:
     return round(outcome.step_s / report.ideal_step_s - 1, 9) + 0.0
 
 
-def _bar(share: float) -> str:
-    eighths = round(max(0.0, min(1.0, share)) * _BAR * 8)
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (_EIGHTHS[rest] if rest else "")
-
-
 def _phases(outcome: ScenarioOutcome) -> Table:
     table = Table(
         title=f"phases of: {outcome.scenario.name}", title_justify="left", title_style="bold", box=None, pad_edge=False
     )
-    heads = ("ideal s", "now s", "exposed s", "asked of fullest link", "queue µs", "paused", "of fair rate")
     table.add_column("phase", no_wrap=True)
-    for head in heads:
+    for head in _PHASE:
         # Neither a word nor a number is folded.
         least = max(len("100.0 %") * (head in ("paused", "of fair rate")), *map(len, head.split()))
         table.add_column(head, justify="right", min_width=least, overflow="fold")
     table.add_column("fullest link", overflow="fold")
     for phase in outcome.phases:
-        table.add_row(*_phase_cells(phase))
+        table.add_row(phase.name, *_phase_numbers(phase, "x"), phase.hottest)
     causes = ", ".join(f"{cause} {1e3 * outcome.lost_s[cause]:+.1f} ms" for cause in CAUSES if outcome.lost_s[cause])
     table.caption = f"lost by cause: {causes}" if causes else "nothing is lost"
     table.caption_justify = "left"
     return table
-
-
-def _phase_cells(phase: PhaseOutcome) -> Iterator[str]:
-    yield phase.name
-    yield f"{phase.ideal_s:.3f}"
-    yield f"{phase.now_s:.3f}"
-    yield f"{phase.exposed_s:.4f}"
-    yield f"{phase.overload:.2f} x"
-    yield f"{phase.queue_s * 1e6:.0f}"
-    yield f"{100 * phase.paused_ratio:.1f} %"
-    yield f"{100 * phase.efficiency:.1f} %"
-    yield phase.hottest
-
-
-def _conflict_lines(conflicts: Conflicts) -> Iterator[Text]:
-    yield Text("collisions of hashes", style="bold")
-    yield Text(
-        f"a full ToR: {conflicts.flows} connections choose among {conflicts.links} uplinks; each gets "
-        f"{conflicts.expected_share:.1%} of its rate on average, {conflicts.free_probability:.1%} get all, the fullest "
-        f"uplink has {conflicts.expected_fullest:.1f} of them".replace("%", " %")
-    )
-    low, lowest, mean = (f"{100 * conflicts.shares[name]:.1f} %" for name in ("p1", "lowest", "mean"))
-    alone = f"flows of {conflicts.phase}, if they did not wait for each other"
-    yield Text(f"{alone}: {mean} of a NIC's rate, {low} at the 1st percentile, {lowest} the slowest (max-min fair)")
-
-
-def _foot(report: NetworkReport) -> str:
-    draws = f"{report.draws} draw{'s' * (report.draws > 1)} of hashes and places"
-    return f"{draws}; a step waits for its slowest message; computed in {report.wall_s:.1f} s"
 
 
 def network_sections(report: NetworkReport) -> list[Block]:
@@ -162,7 +135,12 @@ def network_sections(report: NetworkReport) -> list[Block]:
     ]
     if any(outcome.scenario.flap_s for outcome in report.outcomes):
         blocks.append(FigurePlace("down"))
-    blocks += [_scenario_table(report), Heading(f"Phases of: {first.name}"), _phase_table(report.outcomes[0].phases)]
+    heads = [Cell("phase"), *numbers(_PHASE), Cell("fullest link")]
+    rows = [
+        [Cell(one.name, "first"), *numbers(_phase_numbers(one, "×")), Cell(one.hottest)]
+        for one in report.outcomes[0].phases
+    ]
+    blocks += [_scenario_table(report), Heading(f"Phases of: {first.name}"), PageTable(heads, rows, stacked=True)]
     if report.queues:
         blocks += [Heading("Congestion control"), FigurePlace("queues")]
     return [*blocks, *map(soft, report.notes)]
@@ -180,13 +158,6 @@ def _scenario_table(report: NetworkReport) -> PageTable:
     return PageTable([Cell("scenario"), *numbers(columns), Cell("why")], rows, stacked=True)
 
 
-def _phase_table(phases: Sequence[PhaseOutcome]) -> PageTable:
-    columns = ("ideal s", "now s", "exposed s", "asked of fullest link", "queue µs", "paused", "of fair rate")
-    heads = [Cell("phase"), *numbers(columns), Cell("fullest link")]
-    rows = [[Cell(one.name, "first"), *numbers(_phase_numbers(one)), Cell(one.hottest)] for one in phases]
-    return PageTable(heads, rows, stacked=True)
-
-
 def network_figures(report: NetworkReport) -> dict[str, Figure]:
     """The figures of `network_sections`."""
     # Seconds of a link that is down would leave nothing to be seen of milliseconds beside them.
@@ -200,18 +171,19 @@ def network_figures(report: NetworkReport) -> dict[str, Figure]:
 
 
 def _lost_row(outcome: ScenarioOutcome) -> dict[str, object]:
-    """Seconds of each cause; none of the flap where it ends the job."""
     lost: dict[str, object] = dict(outcome.lost_s)
     if outcome.ends_job:
         lost["flap"] = None
     return {"scenario": outcome.scenario.name, "why": outcome.why, **lost}
 
 
-def _phase_numbers(phase: PhaseOutcome) -> Iterator[str]:
-    yield f"{phase.ideal_s:.3f}"
-    yield f"{phase.now_s:.3f}"
-    yield f"{phase.exposed_s:.4f}"
-    yield f"{phase.overload:.2f} ×"
-    yield f"{1e6 * phase.queue_s:.0f}"
-    yield f"{100 * phase.paused_ratio:.1f} %"
-    yield f"{100 * phase.efficiency:.1f} %"
+def _phase_numbers(phase: PhaseOutcome, times: str) -> tuple[str, ...]:
+    return (
+        f"{phase.ideal_s:.3f}",
+        f"{phase.now_s:.3f}",
+        f"{phase.exposed_s:.4f}",
+        f"{phase.overload:.2f} {times}",
+        f"{1e6 * phase.queue_s:.0f}",
+        f"{100 * phase.paused_ratio:.1f} %",
+        f"{100 * phase.efficiency:.1f} %",
+    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from phalanx.core.config import read_toml
 from phalanx.core.errors import UserError
-from phalanx.plan.measured_numbers import read_tree
 from phalanx.simulate.fabric import Fabric, Hashing
 from phalanx.simulate.network_settings import Control, NetworkDescription, Retransmit, check_control
 
@@ -25,22 +25,16 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class NetworkScenario:
-    """A fabric and what happens on it.
-
-    Attributes:
-        queue_pairs: connections between two NICs, each hashed for itself; they have equal shares.
-        flap_s: how long a link goes down in the step that is looked at; 0: not at all.
-        flap_link: of a NIC, or between switches, where others take over after `reroute_s`.
-    """
+    """A fabric and what happens on it."""
 
     name: str
     fabric: Fabric
     hashing: Hashing = "ecmp"
     placement: Placement = "packed"
     congestion: Control = "mixed"
-    queue_pairs: int = 4
-    flap_s: float = 0.0
-    flap_link: FlapLink = "nic"
+    queue_pairs: int = 4  # connections between two NICs, each hashed for itself; they have equal shares
+    flap_s: float = 0.0  # how long a link goes down in the step that is looked at; 0: not at all
+    flap_link: FlapLink = "nic"  # of a NIC, or between switches, where others take over after `reroute_s`
     retransmit: Retransmit = field(default_factory=Retransmit)
     reroute_s: float = 0.05
 
@@ -82,16 +76,11 @@ _FLAGS = ("rail_optimised", "adaptive_retransmit")
 _MEASURES = ("tor_oversubscription", "aggregation_oversubscription", "flap_s", "reroute_s")
 _MANY = 10_000_000
 _OWN_KEYS = ("hashing", "placement", "congestion", "queue_pairs", "flap_s", "flap_link", "reroute_s")
-KEYS = (*_OWN_KEYS, *_FABRIC_KEYS, *_TIMER_KEYS)
-"""What a scenario file, or an option, may change."""
+KEYS = (*_OWN_KEYS, *_FABRIC_KEYS, *_TIMER_KEYS)  # what a scenario file, or an option, may change
 
 
 def make_scenario(name: str, network: NetworkDescription, changes: Mapping[str, Any]) -> NetworkScenario:
-    """The network as it is, but for `changes`.
-
-    Raises:
-        UserError: a key is unknown, or a value is out of bounds.
-    """
+    """The network as it is, but for `changes`."""
     base = NetworkScenario(
         name=name,
         fabric=network.fabric,
@@ -103,15 +92,20 @@ def make_scenario(name: str, network: NetworkDescription, changes: Mapping[str, 
 
 
 def changed(base: NetworkScenario, name: str, changes: Mapping[str, Any]) -> NetworkScenario:
-    """`base` under another name, but for `changes`.
-
-    Raises:
-        UserError: a key is unknown, or a value is out of bounds.
-    """
+    """`base` under another name, but for `changes`."""
     for key, value in changes.items():
         if key not in KEYS:
             raise UserError("is nothing that can be changed", cure=f"write one of {', '.join(KEYS)}", field=key)
-        _check_kind(key, value)
+        if key in _CHOICES or key == "congestion":
+            right, cure = isinstance(value, str), "write a name in quotes"
+        elif key in _FLAGS:
+            right, cure = isinstance(value, bool), "write true or false"
+        else:
+            kind = int | float if key in _MEASURES else int
+            right = isinstance(value, kind) and not isinstance(value, bool) and abs(value) < _MANY
+            cure = f"write a {'' if key in _MEASURES else 'whole '}number below {_MANY:,}"
+        if not right:
+            raise UserError("is no such value", cure=cure, field=key, value=value)
     fabric = {key: changes[key] for key in _FABRIC_KEYS if key in changes}
     timers = {field: changes[key] for key, field in _TIMER_KEYS.items() if key in changes}
     own = {key: changes[key] for key in _OWN_KEYS if key in changes}
@@ -122,20 +116,6 @@ def changed(base: NetworkScenario, name: str, changes: Mapping[str, Any]) -> Net
         retransmit=replace(base.retransmit, **timers),
         **own,
     )
-
-
-def _check_kind(key: str, value: object) -> None:
-    """Refuse what is not a name, no whole number, no number, or neither true nor false, as `key` wants it."""
-    if key in _CHOICES or key == "congestion":
-        right, cure = isinstance(value, str), "write a name in quotes"
-    elif key in _FLAGS:
-        right, cure = isinstance(value, bool), "write true or false"
-    else:
-        kind = int | float if key in _MEASURES else int
-        right = isinstance(value, kind) and not isinstance(value, bool) and abs(value) < _MANY
-        cure = f"write a {'' if key in _MEASURES else 'whole '}number below {_MANY:,}"
-    if not right:
-        raise UserError("is no such value", cure=cure, field=key, value=value)
 
 
 USUAL: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -178,12 +158,8 @@ def _possible(base: NetworkScenario, name: str, changes: Mapping[str, Any]) -> N
 
 
 def read_scenarios(path: Path, base: NetworkScenario) -> tuple[NetworkScenario, ...]:
-    """`base`, and the ``[[scenario]]`` of a TOML file: ``name`` and what is changed.
-
-    Raises:
-        UserError: it cannot be read, or a key is unknown or out of bounds.
-    """
-    tree = read_tree(path)
+    """`base`, and the ``[[scenario]]`` of a TOML file: ``name`` and what is changed."""
+    tree = read_toml(path)
     entries = tree.get("scenario")
     if set(tree) != {"scenario"} or not isinstance(entries, list) or not all(map(_is_named, entries)) or not entries:
         cure = 'write [[scenario]] with name = ".." and what is changed'

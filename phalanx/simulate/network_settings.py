@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.measured_numbers import Measured, SourceTexts, Table, read_file, refusal
+from phalanx.plan.hardware.hardware_files import Measured, SourceTexts, Table, read_file, refusal
 from phalanx.plan.types import Number
 from phalanx.simulate.fabric import Fabric
 
@@ -33,7 +33,6 @@ _MOST_PORTS = 65_536
 
 
 def _within(least: float, most: float, *, whole: bool = False) -> AfterValidator:
-    """Between which values a number can be computed with."""
 
     def check(number: Number) -> Number:
         if not least <= number.value <= most or (whole and number.value != int(number.value)):
@@ -148,17 +147,10 @@ _ASCENDING = (("ecn", "low_s", "high_s"), ("swift", "flow_low", "flow_high"))
 
 @dataclass(frozen=True)
 class NetworkDescription:
-    """A cluster's network as its file has it.
-
-    Attributes:
-        described: whether a file describes this cluster's fabric; else it is the default one.
-        devices_per_host: ranks on each host.
-        latency_s: of one message between hosts, without queues.
-        numbers: each with mark and source, by dotted key.
-    """
+    """A cluster's network as its file has it."""
 
     name: str
-    described: bool
+    described: bool  # whether a file describes this cluster's fabric; else it is the default one
     fabric: Fabric
     settings: CongestionSettings
     retransmit: Retransmit
@@ -166,21 +158,46 @@ class NetworkDescription:
     reroute_s: float
     devices: int
     devices_per_host: int
-    latency_s: float
-    numbers: Mapping[str, Number]
+    latency_s: float  # of one message between hosts, without queues
+    numbers: Mapping[str, Number]  # each with mark and source, by dotted key
 
 
 def network_of(cluster: Cluster, fabric_file: Path | None = None) -> NetworkDescription:
-    """The network that connects a cluster's hosts: of `fabric_file`, of the file of its name, or the default one.
-
-    Raises:
-        UserError: a number is missing or cannot be, or the fabric has no room for so many hosts.
-    """
+    """The network that connects a cluster's hosts: of `fabric_file`, of the file of its name, or the default one."""
     file = fabric_file or _named(cluster.name)
-    shape, numbers = _read(file)
+    # What a file leaves out is as in default.toml.
+    files = read_file(FabricFile, _FABRICS / _DEFAULT), read_file(FabricFile, file)
+    shape = {key: getattr(one, key) for one in files for key in _SHAPE if getattr(one, key) is not None}
+    numbers = {
+        f"{table}.{key}": number
+        for one in files
+        for table in _TABLES
+        for key, number in getattr(one, table).numbers().items()
+    }
+    for table, low, high in _ASCENDING:
+        least, value = (numbers[f"{table}.{key}"].value for key in (low, high))
+        if least >= value:
+            cure = f"give more than {low}, {least:g}"
+            field = f"{file.name}: {table}.{high}"
+            raise UserError("is no more than where it begins", cure=cure, field=field, value=value)
     numbers = {**numbers, **{key: cluster.number(key) for key in ("network.nic_bytes_per_s", "network.achieved_ratio")}}
     values = {key: number.value for key, number in numbers.items()}
-    fabric = _fabric(cluster, shape, values)
+    # Rates are what payload reaches; several NICs of one device count as one.
+    achieved = values["network.achieved_ratio"]
+    nics = min(cluster.nics_per_host, cluster.devices_per_host)
+    fabric = Fabric(
+        hosts=cluster.hosts,
+        nics_per_host=nics,
+        nic_bytes_per_s=values["network.nic_bytes_per_s"] * achieved * cluster.nics_per_host / nics,
+        port_bytes_per_s=values["fabric.port_bytes_per_s"] * achieved,
+        radix=shape["radix"],
+        layers=shape["layers"],
+        rail_optimised=bool(shape["rail_optimised"]),
+        uplink_split=int(values["fabric.uplink_split"]),
+        tor_oversubscription=values["fabric.tor_oversubscription_ratio"],
+        aggregation_oversubscription=values["fabric.aggregation_oversubscription_ratio"],
+        hop_latency_s=values["fabric.hop_latency_s"],
+    )
     return NetworkDescription(
         name=cluster.name,
         described=file.name != _DEFAULT,
@@ -203,44 +220,6 @@ def network_of(cluster: Cluster, fabric_file: Path | None = None) -> NetworkDesc
 def _named(name: str) -> Path:
     path = _FABRICS / f"{name}.toml"
     return path if path.exists() else _FABRICS / _DEFAULT
-
-
-def _read(path: Path) -> tuple[dict[str, int], dict[str, Number]]:
-    """Shape and numbers of a file; what it leaves out is as in default.toml."""
-    files = read_file(FabricFile, _FABRICS / _DEFAULT), read_file(FabricFile, path)
-    shape = {key: getattr(one, key) for one in files for key in _SHAPE if getattr(one, key) is not None}
-    numbers = {
-        f"{table}.{key}": number
-        for one in files
-        for table in _TABLES
-        for key, number in getattr(one, table).numbers().items()
-    }
-    for table, low, high in _ASCENDING:
-        least, value = (numbers[f"{table}.{key}"].value for key in (low, high))
-        if least >= value:
-            cure = f"give more than {low}, {least:g}"
-            field = f"{path.name}: {table}.{high}"
-            raise UserError("is no more than where it begins", cure=cure, field=field, value=value)
-    return shape, numbers
-
-
-def _fabric(cluster: Cluster, shape: Mapping[str, int], values: Mapping[str, float]) -> Fabric:
-    """Rates are what payload reaches; several NICs of one device count as one."""
-    achieved = values["network.achieved_ratio"]
-    nics = min(cluster.nics_per_host, cluster.devices_per_host)
-    return Fabric(
-        hosts=cluster.hosts,
-        nics_per_host=nics,
-        nic_bytes_per_s=values["network.nic_bytes_per_s"] * achieved * cluster.nics_per_host / nics,
-        port_bytes_per_s=values["fabric.port_bytes_per_s"] * achieved,
-        radix=shape["radix"],
-        layers=shape["layers"],  # type: ignore[arg-type]
-        rail_optimised=bool(shape["rail_optimised"]),
-        uplink_split=int(values["fabric.uplink_split"]),
-        tor_oversubscription=values["fabric.tor_oversubscription_ratio"],
-        aggregation_oversubscription=values["fabric.aggregation_oversubscription_ratio"],
-        hop_latency_s=values["fabric.hop_latency_s"],
-    )
 
 
 def _congestion(values: Mapping[str, float], fabric: Fabric) -> CongestionSettings:
@@ -266,17 +245,11 @@ _UNIT_S = 4.096e-6
 
 @dataclass(frozen=True)
 class Retransmit:
-    """How adapters send again.
+    """How adapters send again."""
 
-    Attributes:
-        timeout_exponent: the timer is 4.096 µs times 2 to the power of it (NCCL_IB_TIMEOUT), 1 to 31.
-        retries: NCCL_IB_RETRY_CNT, 1 to 7.
-        adaptive: begin with `adaptive_first_s` and double it.
-    """
-
-    timeout_exponent: int = 20
-    retries: int = 7
-    adaptive: bool = False
+    timeout_exponent: int = 20  # the timer is 4.096 µs times 2 to the power of it (NCCL_IB_TIMEOUT), 1 to 31
+    retries: int = 7  # NCCL_IB_RETRY_CNT, 1 to 7
+    adaptive: bool = False  # begin with `adaptive_first_s` and double it
     adaptive_first_s: float = 0.1
 
     def __post_init__(self) -> None:
@@ -312,11 +285,7 @@ class Retransmit:
         return [*tries, self.patience_s]
 
     def stall_s(self, flap_s: float) -> float:
-        """How long a connection stands still whose message is lost as the link goes down; infinite if it gives up.
-
-        Raises:
-            UserError: `flap_s` is no time.
-        """
+        """How long a connection stands still whose message is lost as the link goes down; infinite if it gives up."""
         if not 0 <= flap_s < 1e7:
             raise UserError("is no time that a link is down", cure="write seconds", field="flap_s", value=flap_s)
         if flap_s == 0:
@@ -335,11 +304,7 @@ describes theirs), or not at all, so that only pauses (PFC) hold them back."""
 
 
 def check_control(name: str) -> None:
-    """Refuse what is no way of congestion control.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Refuse what is no way of congestion control."""
     if name not in get_args(Control):
         cure = f"write one of {', '.join(get_args(Control))}"
         raise UserError("is no congestion control known here", cure=cure, field="congestion", value=name)
@@ -356,57 +321,36 @@ class Ecn:
 
 @dataclass(frozen=True)
 class Pfc:
-    """Pauses: a port is told to stop when what came from it takes up too much of the buffer.
-
-    Attributes:
-        threshold_ratio: of what is free of the buffer.
-        resume_ratio: of that threshold, below which it may go on.
-    """
+    """Pauses: a port is stopped when what came from it takes up too much of the buffer."""
 
     buffer_bytes: float = 113e6
-    threshold_ratio: float = 0.11
-    resume_ratio: float = 0.9
+    threshold_ratio: float = 0.11  # of what is free of the buffer
+    resume_ratio: float = 0.9  # of that threshold, below which it may go on
 
 
 @dataclass(frozen=True)
 class Dcqcn:
-    """Zhu et al., SIGCOMM 2015.
+    """Zhu et al., SIGCOMM 2015."""
 
-    Attributes:
-        gain: of the running mean of marks, g.
-        notification_s: a receiver notifies at most once in this time, τ.
-        alpha_timer_s: after which the mean is brought up to date, τ'.
-        increase_timer_s: T. increase_counter_bytes: B.
-        fast_recovery: increases half-way back to the old rate before it grows, F.
-        increase_ratio: additive increase R_AI, of the adapter's rate.
-    """
-
-    gain: float = 1 / 256
-    notification_s: float = 50e-6
-    alpha_timer_s: float = 55e-6
-    increase_timer_s: float = 55e-6
-    increase_counter_bytes: float = 10e6
-    fast_recovery: float = 5
-    increase_ratio: float = 0.001
+    gain: float = 1 / 256  # of the running mean of marks, g
+    notification_s: float = 50e-6  # a receiver notifies at most once in this time, τ
+    alpha_timer_s: float = 55e-6  # after which the mean is brought up to date, τ'
+    increase_timer_s: float = 55e-6  # T
+    increase_counter_bytes: float = 10e6  # B
+    fast_recovery: float = 5  # increases half-way back to the old rate before it grows, F
+    increase_ratio: float = 0.001  # additive increase R_AI, of the adapter's rate
 
 
 @dataclass(frozen=True)
 class Swift:
-    """Kumar et al., SIGCOMM 2020; windows in packets.
+    """Kumar et al., SIGCOMM 2020; windows in packets."""
 
-    Attributes:
-        base_target_s: delay that is aimed at, and `hop_target_s` for each switch.
-        increase: packets for each round trip, ai.
-        decrease_ratio: β. largest_decrease_ratio: max_mdf.
-        flow_range_s: how much more delay is allowed to a window of `flow_low`; none from `flow_high`.
-    """
-
-    base_target_s: float = 20e-6
+    base_target_s: float = 20e-6  # delay that is aimed at, and `hop_target_s` for each switch
     hop_target_s: float = 3.05e-6
-    increase: float = 1.0
-    decrease_ratio: float = 0.8
-    largest_decrease_ratio: float = 0.5
-    flow_range_s: float = 100e-6
+    increase: float = 1.0  # packets for each round trip, ai
+    decrease_ratio: float = 0.8  # β
+    largest_decrease_ratio: float = 0.5  # max_mdf
+    flow_range_s: float = 100e-6  # how much more delay is allowed to a window of `flow_low`; none from `flow_high`
     flow_low: float = 0.1
     flow_high: float = 100.0
 
@@ -418,17 +362,11 @@ class Swift:
 
 @dataclass(frozen=True)
 class CongestionSettings:
-    """All of it, for one fabric.
+    """All of it, for one fabric."""
 
-    Attributes:
-        round_trip_s: without queues.
-        switches: on the longest way.
-        mtu_bytes: payload of a packet.
-    """
-
-    round_trip_s: float = 12e-6
-    switches: int = 5
-    mtu_bytes: float = 4096
+    round_trip_s: float = 12e-6  # without queues
+    switches: int = 5  # on the longest way
+    mtu_bytes: float = 4096  # payload of a packet
     ecn: Ecn = field(default_factory=Ecn)
     pfc: Pfc = field(default_factory=Pfc)
     dcqcn: Dcqcn = field(default_factory=Dcqcn)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
+from phalanx.plan.report.report_model import finite
 from phalanx.simulate.congestion import NO_EFFECT, HotLink, HotLinkTable, QueueEffect
 from phalanx.simulate.link_loads import LinkLoad, flow_shares, measure, shape_of
 from phalanx.simulate.network_scenario import NetworkScenario
@@ -31,14 +32,11 @@ _MOST_DRAWS = 1000
 
 @dataclass(frozen=True)
 class _Job:
-    """One question with everything that it needs."""
-
     network: NetworkDescription
     traffic: Traffic
     scenario: NetworkScenario
 
     def load(self, phase: Phase, stage: Stage, draw: int) -> LinkLoad:
-        """The fullest link of a phase with all circumstances up to `stage`."""
         shape = shape_of(phase, self.traffic, self.network.devices, self.network.devices_per_host)
         scenario = self.scenario
         fabric = scenario.fabric
@@ -77,21 +75,29 @@ def what_if(
     Args:
         draws: of hashes and, where hosts are scattered, of places; each is a job of its own.
         curves: also follow the queue at the hottest link under each kind of congestion control.
-
-    Raises:
-        UserError: the devices do not fill the groups of the traffic, a fabric has too few hosts for them, or `draws`
-            is not a number.
     """
     if not 1 <= draws <= _MOST_DRAWS:
         raise UserError("is no number of draws", cure=f"write 1 to {_MOST_DRAWS}", field="draws", value=draws)
     start = time.perf_counter()
     traffic.check(network.devices)
-    _check_hosts(network, scenarios)
+    for scenario in scenarios:
+        if scenario.fabric.hosts < network.fabric.hosts:
+            cure = f"write {network.fabric.hosts:,} or more, or take fewer devices"
+            raise UserError("the job has more hosts", cure=cure, field="hosts", value=scenario.fabric.hosts)
     jobs = [_Job(network, traffic, scenario) for scenario in scenarios]
     # All hot links of all scenarios are collected first, since many are the same: each is then simulated once, and all
     # side by side as arrays.
-    links = _hot_links(jobs, draws)
-    shown = _by_control(links) if curves else []
+    found = (
+        job.hot_link(job.load(phase, "placement", draw))
+        for job in jobs
+        for phase in traffic.phases
+        for draw in range(draws)
+    )
+    links = list(dict.fromkeys(link for link in found if link is not None))
+    shown: list[HotLink] = []
+    if curves and links:  # the link with the most connections, under each kind of congestion control
+        fullest = max(links, key=lambda link: link.paths * link.line_rate / link.capacity)
+        shown = [replace(fullest, control=control) for control in get_args(Control)]
     table = HotLinkTable(list(dict.fromkeys([*links, *shown])), network.settings, network.fabric.nic_bytes_per_s)
     outcomes = tuple(_outcome(job, table, draws) for job in jobs)
     return NetworkReport(
@@ -109,33 +115,6 @@ def what_if(
     )
 
 
-def _check_hosts(network: NetworkDescription, scenarios: Sequence[NetworkScenario]) -> None:
-    for scenario in scenarios:
-        if scenario.fabric.hosts < network.fabric.hosts:
-            cure = f"write {network.fabric.hosts:,} or more, or take fewer devices"
-            raise UserError("the job has more hosts", cure=cure, field="hosts", value=scenario.fabric.hosts)
-
-
-def _hot_links(jobs: Sequence[_Job], draws: int) -> list[HotLink]:
-    """All distinct ones, of all jobs."""
-    found: dict[HotLink, None] = {}
-    for job in jobs:
-        for phase in job.traffic.phases:
-            for draw in range(draws):
-                link = job.hot_link(job.load(phase, "placement", draw))
-                if link is not None:
-                    found[link] = None
-    return list(found)
-
-
-def _by_control(links: Sequence[HotLink]) -> list[HotLink]:
-    """The link with the most connections, under each kind of congestion control."""
-    if not links:
-        return []
-    fullest = max(links, key=lambda link: link.paths * link.line_rate / link.capacity)
-    return [replace(fullest, control=control) for control in get_args(Control)]
-
-
 def _queue_curve(table: HotLinkTable, link: HotLink) -> QueueCurve:
     trace = table.trace(link)
     queue_s = trace.queue_bytes[0] / link.capacity
@@ -145,8 +124,6 @@ def _queue_curve(table: HotLinkTable, link: HotLink) -> QueueCurve:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """One phase in one draw: its time after each stage, and with congestion."""
-
     times_s: Mapping[str, float]
     load: LinkLoad
     effect: QueueEffect
@@ -154,7 +131,12 @@ class _Drawn:
 
 def _outcome(job: _Job, table: HotLinkTable, draws: int) -> ScenarioOutcome:
     drawn = [_draw(job, table, draw) for draw in range(draws)]
-    waits = np.array([[_exposed_s(job, phases, stage) for stage in (*_STAGES, "congestion")] for phases in drawn])
+
+    def exposed_s(one_draw: Sequence[_Drawn], stage: str) -> float:
+        pairs = zip(job.traffic.phases, one_draw, strict=True)
+        return float(sum(phase.exposed_s(one.times_s["ideal"], one.times_s[stage]) for phase, one in pairs))
+
+    waits = np.array([[exposed_s(one_draw, stage) for stage in (*_STAGES, "congestion")] for one_draw in drawn])
     stall_s = job.scenario.stall_s
     ends = not np.isfinite(stall_s)
     lost = np.diff(waits, axis=1).mean(axis=0)
@@ -169,38 +151,22 @@ def _outcome(job: _Job, table: HotLinkTable, draws: int) -> ScenarioOutcome:
 
 def _draw(job: _Job, table: HotLinkTable, draw: int) -> list[_Drawn]:
     """All phases of one draw; each is also held up at ports that the hot links of others have stopped."""
-    phases = job.traffic.phases
-    alone = [_draw_alone(job, table, phase, draw) for phase in phases]
-    held_up = [_holds_up(job, one) for one in alone]
-    drawn = []
+    phases, alone, held_up, drawn = job.traffic.phases, [], [], []
+    for phase in phases:
+        loads: dict[str, LinkLoad] = {stage: job.load(phase, stage, draw) for stage in _STAGES}
+        times_s = {stage: job.time_s(phase, load) for stage, load in loads.items()}
+        load, effect = loads["placement"], NO_EFFECT
+        if (link := job.hot_link(load)) is not None:
+            effect = table.effect(link, phase.rank_bytes * load.seconds / phase.times)
+        alone.append(_Drawn(times_s, load, effect))
+        # While a phase runs, others get the bystanders' rate.
+        running = min(1.0, times_s["placement"] / job.traffic.step_s)
+        held_up.append(running * (1 / max(effect.bystander, 1e-6) - 1))
     for place, (phase, one) in enumerate(zip(phases, alone, strict=True)):
         alone_s = one.times_s["placement"] * one.effect.stretch + phase.times * one.effect.queue_s
         by_others = sum(held_up) - held_up[place]
         drawn.append(replace(one, times_s={**one.times_s, "congestion": alone_s * (1 + by_others)}))
     return drawn
-
-
-def _draw_alone(job: _Job, table: HotLinkTable, phase: Phase, draw: int) -> _Drawn:
-    loads: dict[str, LinkLoad] = {stage: job.load(phase, stage, draw) for stage in _STAGES}
-    times_s = {stage: job.time_s(phase, load) for stage, load in loads.items()}
-    return _Drawn(times_s, loads["placement"], _effect(job, table, phase, loads["placement"]))
-
-
-def _holds_up(job: _Job, drawn: _Drawn) -> float:
-    """How much longer others take because of a phase: while it runs, they get the bystanders' rate."""
-    running = min(1.0, drawn.times_s["placement"] / job.traffic.step_s)
-    return running * (1 / max(drawn.effect.bystander, 1e-6) - 1)
-
-
-def _effect(job: _Job, table: HotLinkTable, phase: Phase, load: LinkLoad) -> QueueEffect:
-    link = job.hot_link(load)
-    return NO_EFFECT if link is None else table.effect(link, phase.rank_bytes * load.seconds / phase.times)
-
-
-def _exposed_s(job: _Job, drawn: Sequence[_Drawn], stage: str) -> float:
-    """What the step waits for in all phases."""
-    pairs = zip(job.traffic.phases, drawn, strict=True)
-    return float(sum(phase.exposed_s(one.times_s["ideal"], one.times_s[stage]) for phase, one in pairs))
 
 
 def _phase(job: _Job, phase: Phase, drawn: Sequence[_Drawn]) -> PhaseOutcome:
@@ -297,7 +263,14 @@ def fullest_probability(flows: int, links: int, most: int) -> float:
         return 0.0
     numbers = np.arange(most + 1)
     log_pmf = numbers * math.log(flows / links) - flows / links - _log_factorials(most)
-    total = _convolution_power(np.exp(log_pmf), links, flows)
+    # Distribution of the sum of `links` numbers, as far as `flows`, by squaring.
+    total, factor, times = np.ones(1), np.exp(log_pmf), links
+    while times:
+        if times & 1:
+            total = np.convolve(total, factor)[: flows + 1]
+        factor = np.convolve(factor, factor)[: flows + 1]
+        times >>= 1
+    total = np.pad(total, (0, max(0, flows + 1 - len(total))))
     log_sum = flows * math.log(flows) - flows - math.lgamma(flows + 1)
     return float(min(1.0, total[flows] / math.exp(log_sum)))
 
@@ -315,7 +288,6 @@ def expected_fullest(flows: int, links: int) -> float:
 
 
 def _binomial(trials: int, chance: float) -> NDArray[np.float64]:
-    """Probabilities of 0 to `trials` successes."""
     if chance >= 1 or trials == 0:
         return np.eye(trials + 1)[-1] if chance >= 1 else np.ones(1)
     counts = np.arange(trials + 1)
@@ -328,67 +300,40 @@ def _log_factorials(most: int) -> NDArray[np.float64]:
     return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
 
 
-def _convolution_power(pmf: NDArray[np.float64], times: int, most: int) -> NDArray[np.float64]:
-    """Distribution of the sum of `times` numbers, as far as `most`."""
-    result, factor = np.ones(1), pmf
-    while times:
-        if times & 1:
-            result = np.convolve(result, factor)[: most + 1]
-        factor = np.convolve(factor, factor)[: most + 1]
-        times >>= 1
-    return np.pad(result, (0, max(0, most + 1 - len(result))))
-
-
 CAUSES = ("oversubscription", "hashing", "placement", "congestion", "flap")
 """What takes time, in the order in which it is added to an ideal network; each is what the step loses on top."""
 
 
 @dataclass(frozen=True)
 class PhaseOutcome:
-    """A phase of the step, as means over all draws of the hashes.
-
-    Attributes:
-        ideal_s: on an ideal network. now_s: in this scenario.
-        exposed_s: what the step waits for, of `now_s`; `ideal_exposed_s`: of `ideal_s`.
-        hottest: the link that decides, in words; `overload`: what is asked of it over what it carries.
-        paths: connections on it.
-        efficiency: what congestion control makes of fair rates. queue_s: mean wait there.
-        paused_ratio: of the time of the phase in which ports before it stood still (PFC).
-        bystander: rate of flows that share only a port with it, over their fair rate.
-    """
+    """A phase of the step, as means over all draws of the hashes."""
 
     name: str
-    ideal_s: float
-    now_s: float
-    ideal_exposed_s: float
-    exposed_s: float
-    hottest: str
-    overload: float
-    paths: float
-    efficiency: float
-    queue_s: float
-    paused_ratio: float
-    bystander: float
+    ideal_s: float  # on an ideal network
+    now_s: float  # in this scenario
+    ideal_exposed_s: float  # of `ideal_s`
+    exposed_s: float  # what the step waits for, of `now_s`
+    hottest: str  # the link that decides, in words
+    overload: float  # what is asked of it over what it carries
+    paths: float  # connections on it
+    efficiency: float  # what congestion control makes of fair rates
+    queue_s: float  # mean wait there
+    paused_ratio: float  # of the time of the phase in which ports before it stood still (PFC)
+    bystander: float  # rate of flows that share only a port with it, over their fair rate
 
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """A scenario's step.
-
-    Attributes:
-        step_s: mean over all draws; without the flap, where that ends the job.
-        low_s, high_s: of nine draws in ten.
-        lost_s: by cause; they add up to what the step is longer than on an ideal network.
-        ends_job: whether the flap outlasts all retries.
-    """
+    """A scenario's step."""
 
     scenario: NetworkScenario
-    step_s: float
+    step_s: float  # mean over all draws; without the flap, where that ends the job
+    # Of nine draws in ten.
     low_s: float
     high_s: float
-    lost_s: Mapping[str, float]
+    lost_s: Mapping[str, float]  # by cause; they add up to what the step is longer than on an ideal network
     phases: tuple[PhaseOutcome, ...]
-    ends_job: bool
+    ends_job: bool  # whether the flap outlasts all retries
 
     @property
     def why(self) -> str:
@@ -407,52 +352,29 @@ class ScenarioOutcome:
         cause = max(lost, key=lambda name: lost[name])
         if lost[cause] < 1e-4 * self.step_s:
             return "nothing is in the way of its messages"
-        return _REASONS[cause](self)
-
-
-def _hottest(outcome: ScenarioOutcome) -> PhaseOutcome:
-    return max(outcome.phases, key=lambda phase: phase.exposed_s - phase.ideal_exposed_s)
-
-
-def _because_of_links(outcome: ScenarioOutcome) -> str:
-    phase = _hottest(outcome)
-    stretch = phase.now_s / phase.ideal_s if phase.ideal_s else 1.0
-    return f"{phase.name} {stretch:.2f} x as long: {phase.paths:.0f} connections on one link, {phase.hottest}"
-
-
-def _because_of_control(outcome: ScenarioOutcome) -> str:
-    phase = _hottest(outcome)
-    lost = f"{phase.name}: {1 - phase.efficiency:.1%} below fair rates".replace("%", " %")
-    return f"{lost}, {phase.queue_s * 1e6:.0f} µs in queues, ports paused {phase.paused_ratio:.1%}".replace("%", " %")
-
-
-def _because_of_flap(outcome: ScenarioOutcome) -> str:
-    scenario = outcome.scenario
-    which = "NIC" if scenario.flap_link == "nic" else "uplink"
-    return f"{which} silent for {outcome.lost_s['flap']:.2f} s, until a retransmission finds the link up"
-
-
-_REASONS = {"links": _because_of_links, "congestion": _because_of_control, "flap": _because_of_flap}
+        if cause == "flap":
+            which = "NIC" if self.scenario.flap_link == "nic" else "uplink"
+            return f"{which} silent for {self.lost_s['flap']:.2f} s, until a retransmission finds the link up"
+        phase = max(self.phases, key=lambda phase: phase.exposed_s - phase.ideal_exposed_s)
+        if cause == "links":
+            stretch = phase.now_s / phase.ideal_s if phase.ideal_s else 1.0
+            return f"{phase.name} {stretch:.2f} x as long: {phase.paths:.0f} connections on one link, {phase.hottest}"
+        below = f"{phase.name}: {100 * (1 - phase.efficiency):.1f} % below fair rates"
+        return f"{below}, {phase.queue_s * 1e6:.0f} µs in queues, ports paused {100 * phase.paused_ratio:.1f} %"
 
 
 @dataclass(frozen=True)
 class Conflicts:
-    """How hashes collide where all NICs of a ToR send up, and what each flow of the busiest phase gets.
-
-    Attributes:
-        flows: that choose at a ToR; `links`: that they choose from; `speedup`: full flows that a link carries.
-        expected_share: of its rate that a flow gets at its ToR; `free_probability`: that it gets all (closed forms).
-        expected_fullest: connections on a ToR's fullest uplink.
-        shares: of max-min fair rates of all flows over that of a NIC: mean, lowest, 1st and 50th percentile.
-    """
+    """How hashes collide where all NICs of a ToR send up, and what each flow of the busiest phase gets."""
 
     phase: str
-    flows: int
-    links: int
-    speedup: float
-    expected_share: float
-    free_probability: float
-    expected_fullest: float
+    flows: int  # that choose at a ToR
+    links: int  # that they choose from
+    speedup: float  # full flows that a link carries
+    expected_share: float  # of its rate that a flow gets at its ToR
+    free_probability: float  # that it gets all (closed forms)
+    expected_fullest: float  # connections on a ToR's fullest uplink
+    # Of max-min fair rates of all flows over that of a NIC: mean, lowest, 1st and 50th percentile.
     shares: Mapping[str, float]
 
 
@@ -468,42 +390,25 @@ class QueueCurve:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """All that was asked.
-
-    Attributes:
-        ideal_step_s: on a network in which nothing is in the way.
-        draws: of hashes and places, each one a job.
-        conflicts: of the first scenario; None where nothing is hashed.
-        queues: at the hottest link of all scenarios, by kind of congestion control, where that was asked for; none
-            where no link is hot.
-        notes: what a reader should know.
-    """
+    """All that was asked."""
 
     cluster: str
     devices: int
     devices_per_host: int
     traffic_source: str
-    ideal_step_s: float
+    ideal_step_s: float  # on a network in which nothing is in the way
     outcomes: tuple[ScenarioOutcome, ...]
-    conflicts: Conflicts | None
+    conflicts: Conflicts | None  # of the first scenario; None where nothing is hashed
+    # At the hottest link of all scenarios, by kind of congestion control, where that was asked for; none where no link
+    # is hot.
     queues: tuple[QueueCurve, ...]
-    draws: int
+    draws: int  # of hashes and places, each one a job
     wall_s: float
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values; what never ends is None."""
-        tree: dict[str, Any] = _plain(dataclasses.asdict(self))
+        tree: dict[str, Any] = finite(dataclasses.asdict(self))
         for entry, outcome in zip(tree["outcomes"], self.outcomes, strict=True):
             entry["why"] = outcome.why
         return tree
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.simulate.failure_model import DAY_S, Duration, Failures, FailureScenario, Recovery
+from phalanx.simulate.failure_model import DAY_S, Duration, FailureScenario
 
 Flags = NDArray[np.bool_]
 
@@ -74,19 +74,7 @@ def classes_of(scenario: FailureScenario) -> Classes:
 
 
 class RunState:
-    """All runs.
-
-    Attributes:
-        size: hosts with which the job last started; 0: it could not for a while, and takes what it gets.
-        parts_s: where the time went: runs x `PARTS`.
-        counts: what happened: runs x `COUNTS`.
-        segments_s: ends of what the present recovery does, in the order of `_SEGMENTS`.
-        since_save_s: training since the newest durable checkpoint began to be made.
-        stall_left_s: until the checkpoint that is being made lets training go on.
-        persisting_s: since the newest checkpoint was made, which is durable later; infinite: there is none.
-        fails: stops of each host.
-        is_cured: hosts that are lemons no more.
-    """
+    """All runs."""
 
     def __init__(self, scenario: FailureScenario, runs: int) -> None:
         self.scenario = scenario
@@ -97,19 +85,22 @@ class RunState:
         self.phase = np.full(runs, RUN, dtype=np.int8)
         self.now_s = np.zeros(runs)
         self.ready_s = np.full(runs, np.inf)
+        # Ends of what the present recovery does, in the order of `_SEGMENTS`.
         self.segments_s = np.zeros((runs, len(_SEGMENTS)))
         self.queue_s = np.zeros(runs)
         self.start_s = np.zeros(runs)
-        self.parts_s = np.zeros((runs, len(PARTS)))
-        self.counts = np.zeros((runs, len(COUNTS)), dtype=np.int64)
-        self.since_save_s = np.zeros(runs)
-        self.stall_left_s = np.zeros(runs)
+        self.parts_s = np.zeros((runs, len(PARTS)))  # where the time went: runs x `PARTS`
+        self.counts = np.zeros((runs, len(COUNTS)), dtype=np.int64)  # what happened: runs x `COUNTS`
+        self.since_save_s = np.zeros(runs)  # training since the newest durable checkpoint began to be made
+        self.stall_left_s = np.zeros(runs)  # until the checkpoint that is being made lets training go on
+        # Since the newest checkpoint was made, which is durable later; infinite: there is none.
         self.persisting_s = np.full(runs, np.inf)
         self.slowdown = np.ones(runs)
+        # Hosts with which the job last started; 0: it could not for a while, and takes what it gets.
         self.size = np.full(runs, scenario.work.hosts, dtype=np.int64)
         self.coming = np.zeros(runs, dtype=np.int64)
-        self.fails = np.zeros(self.host_groups.where.shape, dtype=np.uint8)
-        self.is_cured = np.zeros(self.host_groups.where.shape, dtype=bool)
+        self.fails = np.zeros(self.host_groups.where.shape, dtype=np.uint8)  # stops of each host
+        self.is_cured = np.zeros(self.host_groups.where.shape, dtype=bool)  # hosts that are lemons no more
         self.most_out = np.zeros(runs, dtype=np.int64)
 
     @property
@@ -141,8 +132,7 @@ class RunState:
         self.parts_s[runs, WAITING] += until_s - from_s
 
 
-JOB, SPARE, COLD, AWAY = 0, 1, 2, 3
-"""In the job; ready beside it; could be asked for; out, or coming."""
+JOB, SPARE, COLD, AWAY = 0, 1, 2, 3  # in the job; ready beside it; could be asked for; out, or coming
 
 
 class HostGroups:
@@ -196,20 +186,13 @@ FREE, OUT, COMING, UNSEEN, WANTED = 0, 1, 2, 3, 4
 
 
 class Slots:
-    """What will happen to hosts later, in a few columns that grow when they have to.
-
-    Attributes:
-        at_s: when; infinite: not by itself.
-        end_s: when the host is good again by itself, if it is.
-        length_s: how long its repair takes.
-        slowdown: of the whole job by this host, ratio.
-    """
+    """What will happen to hosts later, in a few columns that grow when they have to."""
 
     def __init__(self, runs: int, width: int = 8) -> None:
-        self.at_s = np.full((runs, width), np.inf)
-        self.end_s = np.full((runs, width), np.inf)
-        self.length_s = np.zeros((runs, width))
-        self.slowdown = np.ones((runs, width))
+        self.at_s = np.full((runs, width), np.inf)  # when; infinite: not by itself
+        self.end_s = np.full((runs, width), np.inf)  # when the host is good again by itself, if it is
+        self.length_s = np.zeros((runs, width))  # how long its repair takes
+        self.slowdown = np.ones((runs, width))  # of the whole job by this host, ratio
         self.hosts = np.full((runs, width), -1, dtype=np.int64)
         self.kinds = np.zeros((runs, width), dtype=np.int8)
 
@@ -217,7 +200,10 @@ class Slots:
         """Use a free slot of each run; its column."""
         is_free = self.kinds[runs] == FREE
         if not is_free.any(axis=1).all():
-            self._grow()
+            for name in ("at_s", "end_s", "length_s", "slowdown", "hosts", "kinds"):
+                old = getattr(self, name)
+                fresh = type(self)(len(old), old.shape[1])
+                setattr(self, name, np.concatenate([old, getattr(fresh, name)], axis=1))
             is_free = self.kinds[runs] == FREE
         columns: Ints = is_free.argmax(axis=1)
         self.set(kind, runs, columns, at_s)
@@ -246,38 +232,23 @@ class Slots:
         is_kind = self.kinds[runs] == kind
         return is_kind.any(axis=1), is_kind.argmax(axis=1)
 
-    def _grow(self) -> None:
-        for name in ("at_s", "end_s", "length_s", "slowdown", "hosts", "kinds"):
-            old = getattr(self, name)
-            fresh = type(self)(len(old), old.shape[1])
-            setattr(self, name, np.concatenate([old, getattr(fresh, name)], axis=1))
 
-
-PLANNED_STOP = -1
-"""The host, and the class, of a planned interruption."""
+PLANNED_STOP = -1  # the host, and the class, of a planned interruption
 
 
 @dataclass(frozen=True)
 class History:
-    """What happens in each run: arrays of runs x events, in the order of time, the rest at infinity.
-
-    Attributes:
-        classes: numbers of failure classes, or `PLANNED`.
-        repairs_s: how long the host is away; of a planned interruption, how long it takes.
-        stretch: how long this recovery takes, over the usual, ratio.
-        luck: even from 0 to 1.
-        is_extra: it only happens because the host is a lemon.
-        is_fixed: failures end at a set time whatever is done about them, and add up (a trace); else the repair begins
-            when the host is taken out, and a host that is out has no others.
-    """
+    """What happens in each run: arrays of runs x events, in the order of time, the rest at infinity."""
 
     times_s: Floats
     hosts: Ints
-    classes: Ints
-    repairs_s: Floats
-    stretch: Floats
-    luck: Floats
-    is_extra: Flags
+    classes: Ints  # numbers of failure classes, or `PLANNED`
+    repairs_s: Floats  # how long the host is away; of a planned interruption, how long it takes
+    stretch: Floats  # how long this recovery takes, over the usual, ratio
+    luck: Floats  # even from 0 to 1
+    is_extra: Flags  # it only happens because the host is a lemon
+    # Failures end at a set time whatever is done about them, and add up (a trace); else the repair begins when the host
+    # is taken out, and a host that is out has no others.
     is_fixed: bool = False
 
     @property
@@ -328,7 +299,35 @@ def draw(
         _hits(planned_counts, np.full(planned_counts.sum(), PLANNED_STOP), False),
     ]
     runs_hit, hosts_hit, are_extra = (np.concatenate(column) for column in zip(*events, strict=True))
-    return _arranged(scenario, runs, runs_hit, hosts_hit, are_extra, (begins_s, ends_s), rest)
+    # Each event gets a time, a class and all else; then they are sorted.
+    count = len(runs_hit)
+    times_s, classes, repairs, stretch, luck = rest.spawn(5)
+    when_s = times_s.uniform(begins_s, ends_s, count)
+    is_planned = hosts_hit == PLANNED_STOP
+    rates = np.array([c.per_host_day for c in scenario.failures.classes] or [1.0])
+    shares = np.cumsum(rates) / max(rates.sum(), 1e-300)
+    kinds = np.where(
+        is_planned,
+        PLANNED_STOP,
+        np.minimum(np.searchsorted(shares, classes.random(count), side="right"), len(rates) - 1),
+    )
+    repairs_s = np.full(len(kinds), scenario.recovery.planned_s)
+    for number, failure in enumerate(scenario.failures.classes):
+        ours = kinds == number
+        repairs_s[ours] = draw_duration(failure.repair, repairs, int(ours.sum()))
+    return laid_out(
+        runs,
+        runs_hit,
+        History(
+            when_s,
+            hosts_hit,
+            kinds,
+            repairs_s,
+            draw_stretch(scenario.recovery.spread, stretch, count),
+            luck.random(count),
+            are_extra,
+        ),
+    )
 
 
 def _hits(counts: Ints, hosts: Ints, is_extra: bool) -> tuple[Ints, Ints, Flags]:
@@ -337,7 +336,6 @@ def _hits(counts: Ints, hosts: Ints, is_extra: bool) -> tuple[Ints, Ints, Flags]
 
 
 def _lemons_hit(lemons: Flags, counts: Ints, random: np.random.Generator) -> Ints:
-    """For each extra failure a lemon of its run, any of them."""
     numbers = lemons.sum(axis=1)
     by_run, which = np.nonzero(lemons)
     first = np.searchsorted(by_run, np.arange(len(lemons)))
@@ -345,36 +343,6 @@ def _lemons_hit(lemons: Flags, counts: Ints, random: np.random.Generator) -> Int
     chosen = (random.random(len(runs)) * numbers[runs]).astype(np.int64)
     hit: Ints = which[first[runs] + chosen].astype(np.int64)
     return hit
-
-
-def _arranged(
-    scenario: FailureScenario,
-    runs: int,
-    runs_hit: Ints,
-    hosts_hit: Ints,
-    are_extra: Flags,
-    between_s: tuple[float, float],
-    random: np.random.Generator,
-) -> History:
-    """Give each event a time, a class and all else, and sort them."""
-    count = len(runs_hit)
-    times_s, classes, repairs, stretch, luck = random.spawn(5)
-    when_s = times_s.uniform(*between_s, count)
-    is_planned = hosts_hit == PLANNED_STOP
-    kinds = np.where(is_planned, PLANNED_STOP, _classes(scenario.failures, classes, count))
-    return laid_out(
-        runs,
-        runs_hit,
-        History(
-            when_s,
-            hosts_hit,
-            kinds,
-            _repairs(scenario.failures, scenario.recovery, kinds, repairs),
-            draw_stretch(scenario.recovery.spread, stretch, count),
-            luck.random(count),
-            are_extra,
-        ),
-    )
 
 
 def laid_out(runs: int, runs_hit: Ints, flat: History) -> History:
@@ -400,17 +368,3 @@ def laid_out(runs: int, runs_hit: Ints, flat: History) -> History:
         table(flat.is_extra, False),
         flat.is_fixed,
     )
-
-
-def _classes(failures: Failures, random: np.random.Generator, count: int) -> Ints:
-    rates = np.array([c.per_host_day for c in failures.classes] or [1.0])
-    shares = np.cumsum(rates) / max(rates.sum(), 1e-300)
-    return np.minimum(np.searchsorted(shares, random.random(count), side="right"), len(rates) - 1)
-
-
-def _repairs(failures: Failures, recovery: Recovery, kinds: Ints, random: np.random.Generator) -> Floats:
-    repairs_s = np.full(len(kinds), recovery.planned_s)
-    for number, failure in enumerate(failures.classes):
-        ours = kinds == number
-        repairs_s[ours] = draw_duration(failure.repair, random, int(ours.sum()))
-    return repairs_s

@@ -8,16 +8,16 @@ prediction (`traffic_of`: which of its parts cross the network, how large they a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.config import read_toml
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.measured_numbers import read_tree
 from phalanx.plan.types import Part, Prediction
 
 Indices = NDArray[np.int64]
@@ -32,24 +32,16 @@ _LARGEST_ALL_TO_ALL = 1_000_000
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of communication of a step, by all groups of ranks at a time.
-
-    Attributes:
-        ranks: members of a group.
-        stride: distance of neighbours in a group, in ranks.
-        rank_bytes: what each member sends in a step, in each direction.
-        times: how often in a step: messages, or collectives, of which each has its share of the bytes.
-        exposed_ratio: the share of its time that the step waits for while nothing is in its way.
-        cover_s: work in a step that may hide the rest; None: just as much as hides it while nothing is in its way.
-    """
+    """One kind of communication of a step, by all groups of ranks at a time."""
 
     name: str
     pattern: Pattern
     ranks: int
-    stride: int
-    rank_bytes: float
-    times: int = 1
-    exposed_ratio: float = 1.0
+    stride: int  # distance of neighbours in a group, in ranks
+    rank_bytes: float  # what each member sends in a step, in each direction
+    times: int = 1  # how often in a step: messages, or collectives, of which each has its share of the bytes
+    exposed_ratio: float = 1.0  # the share of its time that the step waits for while nothing is in its way
+    # Work in a step that may hide the rest; None: just as much as hides it while nothing is in its way.
     cover_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -80,16 +72,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All that a step sends between hosts.
-
-    Attributes:
-        step_s: how long a step takes while nothing is in the way of its messages.
-        source: where these numbers come from.
-    """
+    """All that a step sends between hosts."""
 
     phases: tuple[Phase, ...]
-    step_s: float
-    source: str
+    step_s: float  # how long a step takes while nothing is in the way of its messages
+    source: str  # where these numbers come from
 
     def __post_init__(self) -> None:
         if not 0 < self.step_s < 1e6:
@@ -98,11 +85,7 @@ class Traffic:
             raise UserError("nothing is sent", cure="add a phase", field="phases")
 
     def check(self, devices: int) -> None:
-        """Refuse devices that the groups do not fill.
-
-        Raises:
-            UserError: they do not, or there would be more flows than can be looked at.
-        """
+        """Refuse devices that the groups do not fill."""
         for phase in self.phases:
             block = phase.ranks * phase.stride
             if devices % block:
@@ -115,16 +98,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class TrafficLayout:
-    """A model spread over devices, as far as its messages depend on it; ranks are numbered tensor, data, pipeline.
+    """A model spread over devices, as far as its messages depend on it; ranks are numbered tensor, data, pipeline."""
 
-    Attributes:
-        parameters: of the whole model.
-        chunks: model chunks of each pipeline rank.
-        reduce_bytes: of one gradient as it travels.
-        gather_bytes: of one weight as it travels.
-    """
-
-    parameters: float
+    parameters: float  # of the whole model
     layers: int
     hidden: int
     sequence: int
@@ -132,10 +108,10 @@ class TrafficLayout:
     tensor: int
     pipeline: int
     data: int
-    chunks: int = 1
+    chunks: int = 1  # model chunks of each pipeline rank
     micro_batch: int = 1
-    reduce_bytes: int = 4
-    gather_bytes: int = 2
+    reduce_bytes: int = 4  # of one gradient as it travels
+    gather_bytes: int = 2  # of one weight as it travels
     activation_bytes: int = 2
 
     @property
@@ -144,8 +120,7 @@ class TrafficLayout:
         return self.global_batch // (self.data * self.micro_batch)
 
 
-_BACKWARD = 2 / 3
-"""Share of a step's computing that is backward, without recomputing."""
+_BACKWARD = 2 / 3  # share of a step's computing that is backward, without recomputing
 
 
 def make_traffic(layout: TrafficLayout, step_s: float, source: str) -> Traffic:
@@ -193,12 +168,8 @@ def _pipeline_phases(layout: TrafficLayout, step_s: float) -> tuple[Phase, ...]:
 
 
 def read_traffic(path: Path) -> Traffic:
-    """The traffic that a TOML file describes: ``step_s``, and ``[[phase]]`` with the fields of `Phase`.
-
-    Raises:
-        UserError: it cannot be read, or a key is unknown, missing, or cannot be.
-    """
-    tree = read_tree(path)
+    """The traffic that a TOML file describes: ``step_s``, and ``[[phase]]`` with the fields of `Phase`."""
+    tree = read_toml(path)
     extra = set(tree) - {"step_s", "phase"}
     entries = tree.get("phase", [])
     if extra or "step_s" not in tree or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
@@ -232,18 +203,14 @@ def _number(path: Path, key: str, value: object, *, whole: bool = False) -> floa
 
 @dataclass(frozen=True)
 class Flows:
-    """Messages between NICs, one entry each.
-
-    Attributes:
-        group: which collective a flow is part of; the flows of one go at the pace of its slowest.
-    """
+    """Messages between NICs, one entry each."""
 
     source_host: Indices
     source_nic: Indices
     target_host: Indices
     target_nic: Indices
     num_bytes: NDArray[np.float64]
-    group: Indices
+    group: Indices  # which collective a flow is part of; the flows of one go at the pace of its slowest
 
     def __len__(self) -> int:
         return len(self.group)
@@ -252,36 +219,16 @@ class Flows:
         """Each flow `times` over, with its share of the bytes."""
         if times == 1:
             return self
-        return Flows(
-            np.repeat(self.source_host, times),
-            np.repeat(self.source_nic, times),
-            np.repeat(self.target_host, times),
-            np.repeat(self.target_nic, times),
-            np.repeat(self.num_bytes / times, times),
-            np.repeat(self.group, times),
-        )
+        parts = replace(self, num_bytes=self.num_bytes / times)
+        return Flows(*(np.repeat(column, times) for column in vars(parts).values()))
 
     def chosen(self, which: NDArray[np.bool_]) -> Flows:
         """Those of which `which` is true."""
-        return Flows(
-            self.source_host[which],
-            self.source_nic[which],
-            self.target_host[which],
-            self.target_nic[which],
-            self.num_bytes[which],
-            self.group[which],
-        )
+        return Flows(*(column[which] for column in vars(self).values()))
 
     def moved(self, position: Indices) -> Flows:
         """The same flows where host h stands at `position[h]`."""
-        return Flows(
-            position[self.source_host],
-            self.source_nic,
-            position[self.target_host],
-            self.target_nic,
-            self.num_bytes,
-            self.group,
-        )
+        return replace(self, source_host=position[self.source_host], target_host=position[self.target_host])
 
 
 def make_flows(phase: Phase, devices: int, devices_per_host: int, nics_per_host: int) -> Flows:
@@ -312,20 +259,17 @@ def _members(phase: Phase, devices: int) -> Indices:
 
 
 def _ring(members: Indices, inside: int) -> FlowPattern:
-    """From host to host, and around: the j-th member of each host to the j-th of the next one."""
     blocks = members.reshape(len(members), -1, inside)
     group = np.repeat(np.arange(len(members)), members.shape[1])
     return blocks.ravel(), np.roll(blocks, -1, axis=1).ravel(), group, 1.0 / inside
 
 
 def _neighbours(members: Indices, inside: int) -> FlowPattern:
-    """A ring in both directions: what went forward comes back as gradients."""
     source, target, group, share = _ring(members, inside)
     return np.r_[source, target], np.r_[target, source], np.r_[group, group], share
 
 
 def _all_to_all(members: Indices, inside: int) -> FlowPattern:
-    """Every member to every other, the same share of its bytes to each."""
     groups, ranks = members.shape
     others = [np.roll(members, -step, axis=1).ravel() for step in range(1, ranks)]
     source = np.tile(members.ravel(), ranks - 1)
@@ -334,7 +278,6 @@ def _all_to_all(members: Indices, inside: int) -> FlowPattern:
 
 
 def _incast(members: Indices, inside: int) -> FlowPattern:
-    """All others to the first member."""
     groups, ranks = members.shape
     target = np.repeat(members[:, 0], ranks - 1)
     return members[:, 1:].ravel(), target, np.repeat(np.arange(groups), ranks - 1), 1.0
@@ -343,17 +286,13 @@ def _incast(members: Indices, inside: int) -> FlowPattern:
 _PATTERNS = {"ring": _ring, "neighbours": _neighbours, "all_to_all": _all_to_all, "incast": _incast}
 
 
-_LEAST_FOR_BYTES = 0.1
-"""Of a phase's time, however large its latency is said to be."""
+_LEAST_FOR_BYTES = 0.1  # of a phase's time, however large its latency is said to be
 
 
 def traffic_of(prediction: Prediction, cluster: Cluster) -> Traffic:
     """What a predicted step sends between hosts.
 
     Bytes are those that the network carries in the predicted time: on an ideal network all takes as long as predicted.
-
-    Raises:
-        UserError: nothing is sent between hosts.
     """
     strategy = prediction.strategy
     tensor, context, data = int(strategy.tensor), int(strategy.context), int(strategy.data)

@@ -1,6 +1,6 @@
-"""The seam through which a run's figures leave it: one small protocol, and what it comes with.
+"""Where a run's figures go: ``metrics.jsonl``, TensorBoard, Weights & Biases.
 
-A logger that keeps figures elsewhere needs four methods and one entry in `open_loggers`.
+A logger that keeps figures elsewhere overrides methods of `MetricsLogger` and has an entry in `open_loggers`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from phalanx.core.errors import UserError
-from phalanx.core.files import atomic_writer, write_bytes
+from phalanx.core.files import atomic_writer, open_regular, write_bytes
 from phalanx.telemetry.config import LoggingConfig
 
 Values = Mapping[str, float | int | str]
@@ -28,15 +29,16 @@ Kind = Literal["evaluation", "start", "checkpoint", "snapshot"]
 """Lines that are not of a step: a checkpoint is durable, a snapshot stays in memory."""
 
 
-class MetricsLogger(Protocol):
-    """Takes figures of steps. Steps of one kind come in rising order."""
+class MetricsLogger:
+    """Takes figures of steps, in rising order within a kind; this one keeps nothing, as on all ranks but the first."""
 
     def log(self, step: int, values: Values) -> None:
         """Note the figures of training step `step`; called once for each step."""
 
     def log_event(self, kind: Kind, step: int, values: Values) -> None:
         """Note something else of step `step`: an evaluation after it, what its checkpoint cost, or how a start went
-        that goes on after it."""
+        that goes on after it. Its figures have names of their own, so by default it is logged like a step."""
+        self.log(step, values)
 
     def flush(self) -> None:
         """Make durable what was logged: to be called before the checkpoint of the same step is published."""
@@ -45,7 +47,7 @@ class MetricsLogger(Protocol):
         """Write out what is still held back; nothing is logged afterwards."""
 
 
-class JsonLines:
+class JsonLines(MetricsLogger):
     """One JSON object per line: ``{"kind": "step", "step": 12, "loss": 3.1, ...}``, kind ``evaluation`` for those.
 
     Each (kind, step) is there exactly once whatever happened: opening drops a line that was torn by a kill and the
@@ -55,7 +57,6 @@ class JsonLines:
     lost.
 
     Args:
-        path: the file; made if absent.
         resume_step: steps done in the checkpoint from which the run goes on; 0 starts anew.
 
     Raises:
@@ -92,7 +93,7 @@ class JsonLines:
     def _append(self, kind: str, step: int, values: Values) -> None:
         if step <= self._last_step.get(kind, -1):
             return
-        line = _line(kind, step, values)
+        line = metrics_line(kind, step, values)
         start = self._file.tell()
         try:
             written = self._file.write(line)
@@ -104,12 +105,8 @@ class JsonLines:
         self._last_step[kind] = step
 
 
-class TensorBoard:
-    """Event files for TensorBoard; on resume it is told to forget the steps that will be done again.
-
-    Raises:
-        UserError: the tensorboard package is not installed.
-    """
+class TensorBoard(MetricsLogger):
+    """Event files for TensorBoard; on resume the steps that will be done again are purged from them."""
 
     def __init__(self, folder: Path, resume_step: int, run_config: Mapping[str, Any]) -> None:
         module = _optional("torch.utils.tensorboard", "logging.tensorboard", "tensorboard")
@@ -123,10 +120,6 @@ class TensorBoard:
             add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
             add(name, value, step)
 
-    def log_event(self, kind: Kind, step: int, values: Values) -> None:
-        """The same: figures of events have names of their own."""
-        self.log(step, values)
-
     def flush(self) -> None:
         """Write out what is held back."""
         self._writer.flush()
@@ -136,13 +129,13 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(MetricsLogger):
     """Weights & Biases. The run's id is kept in the run folder, so that a resumed run goes on in the same place.
 
-    Every entry carries its training step as a value, and W&B is told to plot the others over it. W&B's own count of
-    steps only rises and drops what lies below it: an evaluation that comes before the figures of its step, or that a
-    resumed run makes at the step it starts from. Steps that are done again after a kill are there twice, with equal
-    figures.
+    Every entry carries its training step as a value, and W&B plots the others over it. W&B's own count of steps only
+    rises and drops what lies below it: an evaluation that comes before the figures of its step, or that a resumed run
+    makes at the step it starts from. Steps that are done again after a kill are there twice, with equal figures.
+    Nothing is flushed: W&B sends on its own, and training does not wait for it.
 
     Raises:
         UserError: the wandb package is not installed.
@@ -150,11 +143,16 @@ class WandB:
 
     def __init__(self, config: LoggingConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
         module = _optional("wandb", "logging.wandb", "wandb")
+        path = folder / "wandb-id"
+        run_id = path.read_text().strip() if path.exists() else ""
+        if not run_id:
+            run_id = uuid.uuid4().hex[:12]
+            write_bytes(path, f"{run_id}\n".encode())
         self._run = module.init(
             project=config.wandb_project,
             entity=config.wandb_entity or None,
             name=folder.name,
-            id=_kept_id(folder / "wandb-id"),
+            id=run_id,
             resume="allow",
             mode=config.wandb_mode,
             dir=str(folder),
@@ -166,36 +164,13 @@ class WandB:
         """Send the figures of a step."""
         self._run.log({STEP: step, **values})
 
-    def log_event(self, kind: Kind, step: int, values: Values) -> None:
-        """The same: figures of events have names of their own."""
-        self.log(step, values)
-
-    def flush(self) -> None:
-        """Nothing: W&B sends on its own, and training does not wait for it."""
-
     def close(self) -> None:
         """Wait until everything is sent."""
         self._run.finish()
 
 
-class Silent:
-    """Keeps nothing: on ranks whose figures another one writes down."""
-
-    def log(self, step: int, values: Values) -> None:
-        """Nothing."""
-
-    def log_event(self, kind: Kind, step: int, values: Values) -> None:
-        """Nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Fanout:
-    """One logger that must work and others that may fail: what they raise is told once each, and training goes on.
+class Fanout(MetricsLogger):
+    """One logger that must work and others that may fail: their first error each is reported, and training goes on.
 
     Args:
         main: its errors are raised.
@@ -206,32 +181,27 @@ class Fanout:
     def __init__(
         self, main: MetricsLogger, others: Mapping[str, MetricsLogger], warn: Callable[[str], None] = warnings.warn
     ) -> None:
-        self._main = main
-        self._others = dict(others)
-        self._warn = warn
+        self._main, self._others, self._warn = main, dict(others), warn
         self._failed: set[str] = set()
 
     def log(self, step: int, values: Values) -> None:
         """Pass on to each."""
-        self._main.log(step, values)
-        self._each(lambda other: other.log(step, values))
+        self._each(lambda logger: logger.log(step, values))
 
     def log_event(self, kind: Kind, step: int, values: Values) -> None:
         """Pass on to each."""
-        self._main.log_event(kind, step, values)
-        self._each(lambda other: other.log_event(kind, step, values))
+        self._each(lambda logger: logger.log_event(kind, step, values))
 
     def flush(self) -> None:
         """Flush each."""
-        self._main.flush()
-        self._each(lambda other: other.flush())
+        self._each(lambda logger: logger.flush())
 
     def close(self) -> None:
         """Close each."""
-        self._main.close()
-        self._each(lambda other: other.close())
+        self._each(lambda logger: logger.close())
 
     def _each(self, call: Callable[[MetricsLogger], None]) -> None:
+        call(self._main)
         for name, other in self._others.items():
             try:
                 call(other)
@@ -253,7 +223,6 @@ def open_loggers(
     """Everything `config` asks for, as one logger. Call it in one process of a run only.
 
     Args:
-        config: which loggers.
         folder: the run folder; figures go to ``metrics.jsonl`` and ``tensorboard/`` in it.
         resume_step: steps done in the checkpoint from which the run goes on; 0 starts anew.
         run_config: the resolved config as plain JSON values, shown beside the figures.
@@ -274,8 +243,8 @@ def open_loggers(
         except UserError:
             raise
         except Exception as error:
-            said = " ".join(str(error).split())
-            problem = f"Weights & Biases cannot be reached ({type(error).__name__}: {said})"
+            why = " ".join(str(error).split())
+            problem = f"Weights & Biases cannot be reached ({type(error).__name__}: {why})"
             if resume_step == 0:
                 cure = "run `wandb login`, or set logging.wandb_mode=offline or logging.wandb=false"
                 raise UserError(problem, cure=cure, field="logging.wandb") from error
@@ -285,14 +254,11 @@ def open_loggers(
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a metrics file, also while a run writes it; a torn one at the end is left out."""
-    with path.open("rb") as file:
-        for line in file:
-            entry = _parse(line)
-            if entry is not None:
-                yield entry
+    return (entry for _, entry in _entries(path) if entry is not None)
 
 
-def _line(kind: str, step: int, values: Values) -> bytes:
+def metrics_line(kind: str, step: int, values: Values) -> bytes:
+    """A line as `JsonLines` writes it."""
     entry: dict[str, Any] = {"kind": kind, "step": step, **values}
     strange = {k: repr(v) for k, v in entry.items() if isinstance(v, float) and not math.isfinite(v)}
     if strange:
@@ -319,21 +285,29 @@ def _rewind(path: Path, resume_step: int) -> dict[str, int]:
 
 
 def _entries(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    with path.open("rb") as file:
+    # A file in object storage is no file of the system, and no pipe.
+    with open_regular(path) if hasattr(path, "__fspath__") else path.open("rb") as file:
         for line in file:
-            yield line, _parse(line)
+            yield line, parse_line(line)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """The entry on a line, or None if the line is torn or not one of ours."""
     if not line.endswith(b"\n"):
         return None
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     ours = isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("kind"), str)
     return entry if ours else None
+
+
+def usual_step_s(lines: Sequence[bytes]) -> float | None:
+    """Seconds of a usual step, by the newest lines of a metrics.jsonl; None: they do not say."""
+    entries = filter(None, map(parse_line, lines))
+    seconds = [entry["step_s"] for entry in entries if isinstance(entry.get("step_s"), float)]
+    return median(seconds) if seconds else None
 
 
 def _refused(path: Path, error: OSError) -> UserError:
@@ -348,12 +322,3 @@ def _optional(module: str, setting: str, extra: str) -> ModuleType:
         problem = f"needs a package that is not installed ({error})"
         cure = f"run: pip install 'phalanx-train[{extra}]', or set {setting}=false"
         raise UserError(problem, cure=cure, field=setting) from None
-
-
-def _kept_id(path: Path) -> str:
-    """A run id that stays the same over restarts."""
-    if path.exists() and (kept := path.read_text().strip()):
-        return kept
-    fresh = uuid.uuid4().hex[:12]
-    write_bytes(path, f"{fresh}\n".encode())
-    return fresh

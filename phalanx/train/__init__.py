@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.core.lazy_names import lazy_names
+from phalanx.core.lazy_names import lazy_names, make_callable
 
 if TYPE_CHECKING:
     from phalanx.train.config import EvaluateConfig, RunConfig, TrainConfig
-    from phalanx.train.evaluate import Evaluation
+    from phalanx.train.evaluation import Evaluation
     from phalanx.train.weights.trained import Trained, open_trained
 
 __all__ = ["EvaluateConfig", "Evaluation", "RunConfig", "TrainConfig", "Trained", "open_trained"]
@@ -17,7 +17,9 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "phalanx.train.config": ["EvaluateConfig", "RunConfig", "TrainConfig"],
-        "phalanx.train.evaluate": ["Evaluation"],
+        "phalanx.train.evaluation": ["Evaluation"],
         "phalanx.train.weights.trained": ["Trained", "open_trained"],
     },
 )
+
+make_callable(__name__, "phalanx.api.training", "train")

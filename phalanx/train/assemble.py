@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,17 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.restoring.restore import SpoiltError
-from phalanx.checkpoint.restoring.source import Restored
-from phalanx.checkpoint.session.open_session import Saver
+from phalanx.checkpoint.session.open_session import Saver, open_session
 from phalanx.core.errors import UserError
 from phalanx.core.fault_points import NO_POINTS, Points
+from phalanx.core.layout import Axis
+from phalanx.data.host_loader import HostLoaderClient, start_host_loader, why_no_host_loader
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
 from phalanx.data.tokenizers.spec import save_tokenizer
 from phalanx.data.tokens.prepared_corpus import Prepared
-from phalanx.launch.cores import ignored_threads
+from phalanx.launch.cores import allowed_cpus, ignored_threads
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical_parameters import initialise
 from phalanx.model.offload import make_offload
@@ -31,8 +33,8 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.layout_choice import Machines
+from phalanx.parallel.mesh import GroupCopies
 from phalanx.parallel.tensor.fused import choose_overlap
-from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.kernel_choice import decide_compiling, lacking_for_a_gpu
 from phalanx.train.derived.memory_fit import first_level, judge_of
@@ -42,15 +44,17 @@ from phalanx.train.derived.run_numbers import complete_model, destination, total
 from phalanx.train.device import Device, choose_device, measure_peak
 from phalanx.train.heartbeat import START_S
 from phalanx.train.ranks import Ranks
-from phalanx.train.run_folder import RunFolder, note_hardware, told_changes
+from phalanx.train.run_folder import RunFolder, changes_text, note_hardware
 from phalanx.train.system_errors import explained
-from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
-from phalanx.train.training_run import Run, open_saver
-from phalanx.train.trials import choose_passes, described_attention, require_attention
+from phalanx.train.trainer import LocalTrainer, Trainer
+from phalanx.train.training_run import Run, Stream, choose_passes, described_attention, require_attention
 from phalanx.train.weights.initial import load_initial_weights
 from phalanx.train.weights.sampling import prompt_ids
 
 Say = Callable[[str], None]
+
+# Ranks along these axes hold the same blocks wherever they do not split them: one reads, all have it (MegaScale 4).
+_DATA_AXES: tuple[Axis, ...] = ("replicate", "shard", "context")
 
 
 def assemble(
@@ -61,13 +65,10 @@ def assemble(
     ranks: Ranks | None = None,
     points: Points = NO_POINTS,
 ) -> Run:
-    """Prepare the data, build every part, and take up the newest good state if there is one.
-
-    All ranks of a run call it together.
+    """Prepare the data, build every part, and take up the newest good state if there is one; all ranks together.
 
     Args:
         say: shows a line to a person.
-        prepare_progress: is told how far the preparing of text is.
         points: where tests inject faults into checkpoints.
 
     Raises:
@@ -75,15 +76,22 @@ def assemble(
     """
     ranks = ranks or Ranks()
     device = choose_device(config.train, ranks.worker, shared=config.parallel.share_device)
-    prepared = _prepare_once(config, ranks, prepare_progress)
+    with ranks.phases.phase("data"):
+        ranks.pulse.enter("prepare")
+        # One rank of every host prepares the text, which may take long; the others wait and find it done.
+        if ranks.is_first_of_host:
+            prepare(config.data, progress=prepare_progress)
+        ranks.peers.barrier()
+        ranks.pulse.enter("start", START_S)
+        prepared = prepare(config.data)
     spread = _with_layout(config, prepared, ranks, device, say)
-    spread = _with_overlap(_with_compiling(spread, device, say), ranks, device, say)
-    _require_a_batch(config, prepared)
-    _require_room_for_the_prompt(config, prepared)
+    spread = _with_kernels(spread, ranks, device, say)
+    _require_enough_text(config, prepared)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
     with explained(described(needed), smaller_model(needed)), ranks.phases.phase("model"):
-        saver = open_saver(spread, folder.path, ranks, say, points)
+        saver = _open_saver(spread, folder, ranks, say, points)
         build = partial(build_run, spread, folder, device, prepared, ranks, saver)
+        # Opened before the model is built: weights that a state will overwrite need not be drawn first.
         blank = saver.has_states()
         run = build(blank=blank)
     try:
@@ -92,41 +100,22 @@ def assemble(
             require_attention(run)
             run.note = say
             run.watch()
-        _note_start(run, config, say)
+        # Written only now that the run stands: one that cannot start must not bind the folder to its mistakes.
+        if ranks.is_first:
+            save_tokenizer(config.data, folder.tokenizer)
+            folder.record_config(config)  # as it was given: the run may go on in another layout
+            note_hardware(folder, describe_hardware(run))
+        _note_ignored_settings(run, say)
     except BaseException:
-        saver.finish(clean=False)
+        saver.finish(clean=False)  # what hosts hold in memory stays for the next start
         raise
     return run
-
-
-def _note_start(run: Run, config: RunConfig, say: Say) -> None:
-    """Write down what the run is made of, now that it stands."""
-    ranks, folder = run.ranks, run.folder
-    if ranks.is_first:
-        save_tokenizer(config.data, folder.tokenizer)
-        folder.record_config(config)  # as it was given: the run may go on in another layout
-        note_hardware(folder, describe_hardware(run))
-    _note_ignored_settings(run, say)
-
-
-def _prepare_once(config: RunConfig, ranks: Ranks, progress: Callable[[PrepareProgress], None] | None) -> Prepared:
-    """The prepared text; one rank of every host prepares it, the others find it done."""
-    with ranks.phases.phase("data"):
-        ranks.pulse.enter("prepare")
-        if ranks.is_first_of_host:
-            prepare(config.data, progress=progress)
-        ranks.peers.barrier()
-        ranks.pulse.enter("start", START_S)
-        return prepare(config.data)
 
 
 def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: Device, say: Say) -> RunConfig:
     """The config with its layout filled in, once it is known to be possible; the ranks' groups are opened.
 
     Of several ranks the first decides for all, by the least memory that any of them has.
-
-    Raises:
-        UserError: it is not, or it has another number of ranks than there are.
     """
     available_bytes = device.available_bytes()
     if ranks.worker is None:
@@ -135,12 +124,17 @@ def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: De
         return config
     on_gpu, local = device.torch_device.type == "cuda", ranks.worker.local_world_size
     if not on_gpu and available_bytes is not None:
-        available_bytes //= local
+        available_bytes //= local  # the ranks of a host share its memory
+    # Hosts differ in free memory: ranks that chose for themselves could choose other layouts, and hang in the first
+    # collective.
     everywhere = ranks.peers.collect([available_bytes, device.memory_bytes() if on_gpu else None, local])
+
+    def least(values: Sequence[int | None]) -> int | None:
+        return min((value for value in values if value is not None), default=None)
 
     def decide() -> list[Any]:
         assert everywhere is not None  # only rank 0 decides
-        free, whole, per_host = (_least(column) for column in zip(*everywhere, strict=True))
+        free, whole, per_host = (least(column) for column in zip(*everywhere, strict=True))
         judge = None
         if whole is not None:
             model = complete_model(config, prepared.vocab_size)
@@ -160,33 +154,25 @@ def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: De
     return config
 
 
-def _least(values: Sequence[int | None]) -> int | None:
-    """The least of those that are known."""
-    return min((value for value in values if value is not None), default=None)
-
-
-def _with_compiling(config: RunConfig, device: Device, say: Say) -> RunConfig:
-    """The config with `train.compile` decided."""
+def _with_kernels(config: RunConfig, ranks: Ranks, device: Device, say: Say) -> RunConfig:
+    """The config with `train.compile` and `parallel.tensor_overlap` decided; all ranks call it."""
     on_gpu = device.torch_device.type == "cuda"
-    on, why = decide_compiling(config, on_gpu, lacking_for_a_gpu() if on_gpu else "")
+    compiles, why = decide_compiling(config, on_gpu, lacking_for_a_gpu() if on_gpu else "")
     if why:
         say(why)
-    return config.model_copy(update={"train": config.train.model_copy(update={"compile": on})})
+    overlap = config.parallel.tensor_overlap
+    if overlap == "auto":
+        overlap, why = choose_overlap(config.parallel.layout, ranks.peers, device.torch_device)
+        if why:
+            say(why)
+    train = config.train.model_copy(update={"compile": compiles})
+    parallel = config.parallel.model_copy(update={"tensor_overlap": overlap})
+    return config.model_copy(update={"train": train, "parallel": parallel})
 
 
-def _with_overlap(config: RunConfig, ranks: Ranks, device: Device, say: Say) -> RunConfig:
-    """The config with `parallel.tensor_overlap` decided; all ranks call it."""
-    if config.parallel.tensor_overlap != "auto":
-        return config
-    kind, why = choose_overlap(config.parallel.layout, ranks.peers, device.torch_device)
-    if why:
-        say(why)
-    parallel = config.parallel.model_copy(update={"tensor_overlap": kind})
-    return config.model_copy(update={"parallel": parallel})
-
-
-def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
-    """Refuse text so short that one batch would hold a sample twice."""
+def _require_enough_text(config: RunConfig, prepared: Prepared) -> None:
+    """Refuse text so short that one batch would hold a sample twice, and a prompt that could not be sampled after the
+    last step."""
     samples, batch = Loader(prepared, config.data).samples_per_epoch, config.train.global_batch
     if samples < batch:
         raise UserError(
@@ -195,10 +181,6 @@ def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
             field="train.global_batch",
             value=batch,
         )
-
-
-def _require_room_for_the_prompt(config: RunConfig, prepared: Prepared) -> None:
-    """Refuse before the first step what could not be sampled after the last."""
     prompt, longest = config.evaluate.sample_prompt, complete_model(config, prepared.vocab_size).max_sequence
     taken = len(prompt_ids(prepared.tokenizer, prompt)) if prompt else 0
     if taken >= longest:
@@ -207,6 +189,23 @@ def _require_room_for_the_prompt(config: RunConfig, prepared: Prepared) -> None:
             cure="shorten it, or set it to an empty text",
             field="evaluate.sample_prompt",
         )
+
+
+def _open_saver(config: RunConfig, folder: RunFolder, ranks: Ranks, say: Say, points: Points) -> Saver:
+    """What keeps the state of a run; all ranks together, once their groups are opened."""
+    copies = None
+    if ranks.mesh is not None:
+        copies = GroupCopies(ranks.mesh.group(*_DATA_AXES), _DATA_AXES, ranks.mesh.device)
+    return open_session(
+        destination(config, folder.path),
+        config.checkpoint,
+        peers=ranks.peers,
+        copies=copies,
+        layout=config.parallel.layout,
+        run_config=config.model_dump(mode="json"),
+        report=say,
+        points=points,
+    )
 
 
 def build_run(
@@ -223,7 +222,7 @@ def build_run(
     trainer = build_trainer(config, prepared.vocab_size, device, ranks, blank=blank)
     loader = Loader(prepared, config.data)
     torch.manual_seed(config.train.seed)  # nothing here draws from torch's generator; what a user adds may
-    whole_shapes = {name: p.shape for name, p in parameter_table(trainer.config).items()}
+    whole_shapes = {name: p.shape for name, p in parameter_table(trainer.model_config).items()}
     return Run(
         config=config,
         folder=folder,
@@ -233,7 +232,7 @@ def build_run(
         loader=loader,
         ranks=ranks,
         trainer=trainer,
-        stream=open_stream(config, loader, ranks, trainer),
+        stream=open_stream(config, loader, ranks, trainer.data_index, trainer.data_ranks),
         optimizer=build_optimizer(
             config.optim,
             trainer.parameters,
@@ -247,11 +246,32 @@ def build_run(
     )
 
 
+def open_stream(config: RunConfig, loader: Loader, ranks: Ranks, index: int, count: int) -> Stream:
+    """How this rank gets its share `index` of `count` of every global batch; all ranks of a run call it together.
+
+    From a loader of its own, or from one that all ranks of its host share (MegaScale 3.4).
+    """
+    own = partial(loader.stream, rank=index, ranks=count)
+    if not config.parallel.host_loader or ranks.size == 1 or why_no_host_loader() is not None:
+        return own
+    host = socket.gethostname()
+    indices = [data_index for name, data_index in ranks.peers.gather([host, index]) if name == host]
+    address = ""
+    if ranks.is_first_of_host and len(indices) > 1:  # a host of one rank needs no process for it
+        # The loader may use any core of this run, not those of the host's first rank alone, with which it ends.
+        cores = os.sched_getaffinity(os.getppid()) if ranks.worker is not None else allowed_cpus()
+        started = start_host_loader(loader.prepared, config.data, indices=indices, cores=cores)
+        ranks.at_end.callback(started.close)
+        address = started.address
+    known = [found for name, found in ranks.peers.gather([host, address]) if name == host and found]
+    return HostLoaderClient(known[0], rank=index, ranks=count).stream if known else own
+
+
 def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ranks, *, blank: bool = False) -> Trainer:
     """The model with the weights of its seed, or `blank`: whole, or this rank's part of it."""
     if ranks.mesh is None:
         model = build_model(config, vocab_size, device, blank=blank)
-        return LocalTrainer(model, device, compiled=config.train.compile is True)
+        return LocalTrainer(model, device, compiled=config.train.compile is True, recorder=ranks.spans.recorder)
     build = Build(
         sequence_length=config.data.sequence_length,
         device=device.torch_device,
@@ -263,8 +283,9 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         compile=config.train.compile is True,
         fp8_layers=config.train.fp8_layers(config.model.layers),
         registered=ranks.mesh.registered,
+        recorder=ranks.spans.recorder,
     )
-    return SpreadTrainer(build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build))
+    return build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build)
 
 
 def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bool = False) -> Decoder:
@@ -293,10 +314,8 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
     """Go on from the newest good state; else start, from `train.init_from` where that is set.
 
     Args:
-        run: as it was built.
         build: builds it again, with the weights of its seed: the only way back where a state turns out to be damaged
             after parts of it were read, or where nothing good was found to fill blank weights with.
-        say: shows a line to a person.
         blank: the weights of `run` are anything so far.
 
     Returns:
@@ -308,36 +327,29 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
     try:
         restored = run.restore()
     except SpoiltError:
+        # The tensors hold parts of a damaged state: everything is built again.
         restored, blank = None, True
     if restored is not None:
+        # The checkpoint's micro-batch is kept where it fits this layout, so that the run repeats the same arithmetic.
+        kept, wanted = run.progress.micro_batch, run.config.train.micro_batch
+        share = run.config.train.global_batch // run.trainer.data_ranks
+        fits = bool(kept) and share % kept == 0 and wanted in (0, kept)
         # The micro-batch, or the layout, may be what was changed.
-        choose_passes(run, say, keep=run.config.run.resume != "changed" and _keeps_micro_batch(run))
-        where = described_source(restored, destination(run.config, run.folder.path))
+        choose_passes(run, say, keep=fits and run.config.run.resume != "changed")
+        if restored.source == "durable":
+            where = f"{destination(run.config, run.folder.path)}/{restored.name}"
+        else:
+            where = "the memory of " + "; ".join(str(rate) for rate in restored.rates)
         if run.changes:
-            say(told_changes(run.changes))
+            say(changes_text(run.changes))
         say(f"going on from {where} (step {restored.step} of {run.total_steps})")
         return run
     if blank:
         run = build()
     if run.config.train.init_from:
-        source = Path(run.config.train.init_from)
-        load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
+        load_initial_weights(run.trainer, run.prepared.tokenizer, Path(run.config.train.init_from), say)
     choose_passes(run, say)
     return run
-
-
-def described_source(restored: Restored, url: str) -> str:
-    """The checkpoint, or the memory of which hosts and how fast it came."""
-    if restored.source == "durable":
-        return f"{url}/{restored.name}"
-    return "the memory of " + "; ".join(str(rate) for rate in restored.rates)
-
-
-def _keeps_micro_batch(run: Run) -> bool:
-    """Whether the micro-batch of the checkpoint fits this layout, so that the run repeats the same arithmetic."""
-    kept, wanted = run.progress.micro_batch, run.config.train.micro_batch
-    share = run.config.train.global_batch // run.trainer.data_ranks
-    return bool(kept) and share % kept == 0 and wanted in (0, kept)
 
 
 def _note_ignored_settings(run: Run, say: Say) -> None:
@@ -348,17 +360,13 @@ def _note_ignored_settings(run: Run, say: Say) -> None:
         say(f"train.offload = {run.config.train.offload:g} has no effect: activations are on the host already")
     for line in (*ignored_settings(run.config.parallel), *run.config.train.ignored()):
         say(line)
-    if not _finds_the_best(run.config, run.total_steps):
+    every, evaluated = run.config.checkpoint.every_steps, run.config.evaluate.every_steps
+    finds_the_best = every and evaluated and math.lcm(every, evaluated) < run.total_steps
+    if run.config.checkpoint.keep_best and not finds_the_best:
         say("checkpoint.keep_best has no effect before the end: no checkpoint is due at a step that is evaluated")
     start, first, last = run.config.profile.start_step, run.progress.step + 1, run.total_steps
     if start and not first <= start <= last:
         say(f"profile.start_step = {start} is ignored: this run does steps {first} to {last}")
-
-
-def _finds_the_best(config: RunConfig, steps: int) -> bool:
-    """Whether some checkpoint before the last has figures to be chosen by, where the best are to be kept."""
-    every, evaluated = config.checkpoint.every_steps, config.evaluate.every_steps
-    return not config.checkpoint.keep_best or bool(every and evaluated and math.lcm(every, evaluated) < steps)
 
 
 def describe_hardware(run: Run) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -13,9 +12,10 @@ from phalanx.data.config import DataConfig
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import OptimConfig
 from phalanx.parallel.config import ParallelConfig
-from phalanx.telemetry.config import LoggingConfig
+from phalanx.telemetry.alerts.alert_config import AlertsConfig
+from phalanx.telemetry.config import TAG, LoggingConfig, TelemetryConfig
 
-# What the dimensions of 8-bit products have to be multiples of: see phalanx.kernels.fp8.
+# Tensor cores take dimensions of 16, 32, 48 … for 8-bit products: see phalanx.kernels.fp8.
 _FP8_MULTIPLE = 16
 
 
@@ -23,6 +23,9 @@ class FolderConfig(Config):
     """Where a run is kept, and what to do when something is already there."""
 
     folder: str = Field("", description="run folder; empty: runs/<name of the config file>")
+    name: str = Field("", description="what tables call the run; empty: its folder")
+    tags: tuple[str, ...] = Field((), description="tags by which runs are found: phalanx runs --tag")
+    note: str = Field("", description="a note on the run, shown in tables")
     resume: Literal["same", "changed", "never"] = Field(
         "same",
         description="what to do with a folder that holds a run: 'same' goes on with it if its config is the same, "
@@ -30,9 +33,16 @@ class FolderConfig(Config):
         "'never' refuses",
     )
 
+    @model_validator(mode="after")
+    def _tags_can_be_asked_for(self) -> FolderConfig:
+        for tag in self.tags:
+            if not TAG.fullmatch(tag):
+                raise ValueError(f"tags has {tag!r}: use letters, digits and . _ : / -, such as good or lr:3e-4")
+        return self
+
 
 class EvaluateConfig(Config):
-    """Held-out text: how often it is looked at while training, and how much of it."""
+    """Evaluation on held-out text: how often while training, and how much of it."""
 
     every_steps: int = Field(0, ge=0, description="evaluate on held-out text every so many steps; 0: only at the end")
     tokens: int = Field(100_000, ge=0, description="tokens per evaluation while training; 0: all held-out text")
@@ -41,9 +51,20 @@ class EvaluateConfig(Config):
     )
     sample_prompt: str = Field("", description="text that the model continues at the end, for a look; empty: none")
     sample_tokens: int = Field(150, ge=1, description="tokens of that continuation at most")
+    sample_at_evaluations: bool = Field(
+        False,
+        description="continue sample_prompt at each evaluation too, into <run folder>/samples.jsonl; where one rank "
+        "holds the whole model",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> EvaluateConfig:
+        if self.sample_at_evaluations and not self.sample_prompt:
+            raise ValueError("sample_at_evaluations = True needs a text to continue: set evaluate.sample_prompt")
+        return self
 
     def due(self, step: int) -> bool:
-        """Whether held-out text is looked at after `step`, counted from 1."""
+        """Whether `step`, counted from 1, is evaluated."""
         return self.every_steps > 0 and step % self.every_steps == 0
 
 
@@ -104,12 +125,14 @@ class TrainConfig(Config):
         """Of `layers` blocks those whose products are in 8 bits."""
         if self.precision != "fp8":
             return range(0)
+        # Where both ends meet no layer is left; the larger bound keeps the range from running backwards.
         return range(self.bf16_layers_at_start, max(self.bf16_layers_at_start, layers - self.bf16_layers_at_end))
 
     def ignored(self) -> list[str]:
         """What was set and has no effect, a line each."""
         if self.precision == "fp8":
             return []
+        # Their defaults are not 0, so only a change says that somebody wanted them.
         names = ("bf16_layers_at_start", "bf16_layers_at_end")
         changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
         return [f"train.{name} = {getattr(self, name)} has no effect: train.precision is not fp8" for name in changed]
@@ -140,13 +163,18 @@ class RunConfig(Config):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out text")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and keeping state")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="metrics and the live view")
+    alerts: AlertsConfig = Field(default_factory=AlertsConfig, description="who hears of trouble, and of what")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="spans of every rank")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="profiler window")
 
     def not_traced(self) -> str:
         """The settings that put something into layers which no compiler sees, for messages; empty: none do."""
+        # Compiled graphs leave out what draws random masks, chunks (they would write out each one), what waits for
+        # other ranks, and products that a schedule puts off.
         parallel, model = self.parallel, self.model
         dropped = {"model.dropout": model.dropout, "model.attention_dropout": model.attention_dropout}
         found = [f"{name} = {rate}" for name, rate in dropped.items() if rate]
+        found += ["model.attention_backend = 'chunked'"] if model.attention_backend == "chunked" else []
         spread = {"parallel.tensor": parallel.tensor, "parallel.context": parallel.context}
         found += [f"{name} = {size}" for name, size in spread.items() if size > 1]
         found += [f"parallel.schedule = {parallel.schedule!r}"] if parallel.splits_backward else []
@@ -154,13 +182,13 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _asks_no_gpu_of_a_cpu(self) -> RunConfig:
-        """Refused here where the device is named; where it is found out, before anything is written."""
+        # Where the device is not named it is refused when that is found out, before anything is written.
         if self.train.device == "cpu" and (asked := self.asks_for_a_gpu()):
             raise ValueError(f"{asked} needs a GPU, and train.device = 'cpu' is none: set one of the two to 'auto'")
         return self
 
     def asks_for_a_gpu(self) -> str:
-        """The setting that only a GPU can honour, for messages; empty: there is none."""
+        """The setting that only a GPU can honour, for messages; empty: none."""
         if self.model.attention_backend in ("flex", "cudnn", "flash", "efficient"):
             return f"model.attention_backend = {self.model.attention_backend!r}"
         if self.parallel.tensor > 1 and self.parallel.tensor_overlap in ("fused", "tiles"):
@@ -180,7 +208,6 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _fits_fp8(self) -> RunConfig:
-        """What 8-bit products ask for, known before any work begins; tensor cores take dimensions of 16, 32, 48 …"""
         train, model, parallel = self.train, self.model, self.parallel
         if train.precision != "fp8":
             return self
@@ -197,22 +224,23 @@ class RunConfig(Config):
                 "set train.precision = 'bf16', or spread over shard, replicate, context or pipeline with 1f1b or "
                 "interleaved_1f1b"
             )
-        for key, what, size, cure in self._multiplied():
-            if size % _FP8_MULTIPLE:
+        # The dimension that a product sums over counts too. It is the tokens for the gradient of a weight, so the
+        # sequence has to be a multiple as well.
+        heads, kv_heads, size, context = model.heads, model.num_kv_heads, model.head_dim, parallel.context
+        by_head = f"set model.head_size = {-(-size // _FP8_MULTIPLE) * _FP8_MULTIPLE}"
+        by_length = f"make data.sequence_length a multiple of {_FP8_MULTIPLE * context}"
+        plain = f"make it a multiple of {_FP8_MULTIPLE}"
+        multiplied = [
+            ("model.hidden", "width of the residual stream", model.hidden, plain),
+            ("model.mlp_hidden", "inner width of the MLP", model.mlp_width, plain),
+            ("model.heads", "rows of all query heads", heads * size, by_head),
+            ("model.kv_heads", "rows of q, k and v together", (heads + 2 * kv_heads) * size, by_head),
+            ("data.sequence_length", "tokens on one rank", self.data.sequence_length // context, by_length),
+        ]
+        for key, what, dimension, cure in multiplied:
+            if dimension % _FP8_MULTIPLE:
                 raise ValueError(
-                    f"{key} ({what}) comes to {size}, no multiple of {_FP8_MULTIPLE} as train.precision = 'fp8' "
+                    f"{key} ({what}) comes to {dimension}, no multiple of {_FP8_MULTIPLE} as train.precision = 'fp8' "
                     f"needs: {cure}, or set train.precision = 'bf16'"
                 )
         return self
-
-    def _multiplied(self) -> Iterator[tuple[str, str, int, str]]:
-        """Every dimension of the products of blocks: the setting, what it is, its size, and how it would fit."""
-        model, context = self.model, self.parallel.context
-        heads, kv_heads, size = model.heads, model.num_kv_heads, model.head_dim
-        by_head = f"set model.head_size = {-(-size // _FP8_MULTIPLE) * _FP8_MULTIPLE}"
-        by_length = f"make data.sequence_length a multiple of {_FP8_MULTIPLE * context}"
-        yield "model.hidden", "width of the residual stream", model.hidden, f"make it a multiple of {_FP8_MULTIPLE}"
-        yield "model.mlp_hidden", "inner width of the MLP", model.mlp_width, f"make it a multiple of {_FP8_MULTIPLE}"
-        yield "model.heads", "rows of all query heads", heads * size, by_head
-        yield "model.kv_heads", "rows of q, k and v together", (heads + 2 * kv_heads) * size, by_head
-        yield "data.sequence_length", "tokens on one rank", self.data.sequence_length // context, by_length

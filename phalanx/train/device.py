@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,8 +15,9 @@ from typing import Literal
 import torch
 
 from phalanx.core.errors import UserError
-from phalanx.core.hardware import Peak, table_peak
+from phalanx.core.hardware import Peak, best_peak, table_peak
 from phalanx.core.host import cpu_line
+from phalanx.data.batch import Batch
 from phalanx.kernels.fp8 import LEAST_CAPABILITY
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
 from phalanx.kernels.linear import cpu_has_fast_bf16
@@ -32,19 +34,12 @@ _LITTLE = 0.06
 
 @dataclass(frozen=True)
 class Device:
-    """A device and what is known of it.
-
-    Attributes:
-        torch_device: where tensors live.
-        name: as its driver or the kernel reports it.
-        compute_dtype: type of the matrix products; master weights are fp32 whatever it is.
-        threads: CPU threads used for arithmetic.
-    """
+    """A device and what is known of it."""
 
     torch_device: torch.device
-    name: str
-    compute_dtype: torch.dtype
-    threads: int
+    name: str  # as its driver or the kernel reports it
+    compute_dtype: torch.dtype  # type of the matrix products; master weights are fp32 whatever it is
+    threads: int  # CPU threads used for arithmetic
 
     @property
     def precision(self) -> Literal["bf16", "fp32"]:
@@ -58,10 +53,8 @@ class Device:
         return resident_bytes()
 
     def memory_bytes(self) -> int:
-        """Memory of the GPU that this run may have: all of it, or what other programs leave where they hold much.
-
-        What little is taken by contexts and libraries counts as free: the same run must choose the same every time.
-        """
+        """Memory of the GPU that this run may have: all of it, or what other programs leave where they hold much."""
+        # What little contexts and libraries take counts as free: the same run must choose the same every time.
         free, total = torch.cuda.mem_get_info(self.torch_device)
         others = total - free - torch.cuda.memory_reserved(self.torch_device)
         return total - others if others > _LITTLE * total else total
@@ -78,20 +71,14 @@ class Device:
             return torch.cuda.mem_get_info(self.torch_device)[0]
         return host_available_bytes()
 
-    def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
-        if self.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
-
 
 def choose_device(config: TrainConfig, worker: Worker | None = None, *, shared: bool = False) -> Device:
     """Pick device, precision and threads, and set torch's thread count and determinism accordingly.
 
-    On a CPU the process is also told to keep the memory that it frees, and to have it in huge pages.
+    On a CPU the process also keeps the memory that it frees, and has it in huge pages.
 
     Args:
-        worker: which of the ranks on this host this process is; each has a GPU of its own. None: the only one.
-        shared: ranks may share GPUs.
+        worker: this rank among those of the host, which have a GPU each, unless they are `shared`; None: the only one.
 
     Raises:
         UserError: a CUDA device or a precision was asked for that is not there.
@@ -111,7 +98,11 @@ def choose_device(config: TrainConfig, worker: Worker | None = None, *, shared: 
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu" and keep_freed_memory():
         use_huge_pages(_HUGE_PAGE_HEAP_BYTES)
-    return Device(device, _name(device), _compute_dtype(config, device), threads)
+    if kind == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = cpu_line("model name") or platform.processor() or platform.machine()
+    return Device(device, name, _compute_dtype(config, device), threads)
 
 
 def set_determinism(wanted: bool) -> None:
@@ -126,7 +117,8 @@ def measure_peak(device: Device, seconds: float = 0.25) -> Peak | None:
     """The device's peak rate of dense matrix work in its compute type, in FLOP/s.
 
     A GPU's comes from the table of data sheets; None where it is not in it. A CPU's is measured here: the best of
-    several square products at the run's thread count, since clocks and cores differ from host to host.
+    several square products at the run's thread count, since clocks and cores differ from host to host, or the best of
+    an earlier run on this host.
     """
     if device.torch_device.type == "cuda":
         return table_peak(device.name, bf16=device.compute_dtype == torch.bfloat16)
@@ -142,7 +134,28 @@ def measure_peak(device: Device, seconds: float = 0.25) -> Peak | None:
         fastest_s = min(fastest_s, end_s - start_s) if attempt else fastest_s
         if end_s > deadline_s and attempt >= 3:
             break
-    return Peak(2 * size**3 / fastest_s, f"measured {size}x{size} product on {device.threads} thread(s)")
+    measured = Peak(2 * size**3 / fastest_s, f"measured {size}x{size} product on {device.threads} thread(s)")
+    key = f"{device.name}, {device.compute_dtype}, {device.threads} threads, {size}, torch {torch.__version__}"
+    return best_peak(measured, key, os.environ)
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """`batches` on `device`, copied on a stream of their own: beside what the GPU still computes for the step before.
+
+    Nothing waits but the GPU, for the copy; on a CPU batches are passed on as they are.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            copied = batch.to(device)
+        here = torch.cuda.current_stream(device)
+        here.wait_stream(copies)
+        for tensor in copied.tensors():
+            tensor.record_stream(here)  # or its memory would be given to the next copy while it is computed with
+        yield copied
 
 
 def resident_bytes() -> int:
@@ -155,22 +168,28 @@ def resident_bytes() -> int:
 
 
 class GarbageCollection:
-    """Collects Python's garbage at fixed steps only: an irregular pause on one rank stalls all (MegaScale, 6.3)."""
+    """Collects Python's garbage at fixed steps only: an irregular pause on one rank stalls all (MegaScale, 6.3).
+
+    What lives at the first step lives to the end, so collections need not walk it. Where something is frozen already,
+    as in a rank forked from a template, whoever did that says when it is over: nothing more is frozen then.
+    """
 
     def __init__(self, every_steps: int) -> None:
         self.every_steps = every_steps
 
     def __enter__(self) -> GarbageCollection:
-        self._was_enabled = gc.isenabled()
+        self._was_enabled, self._freezes = gc.isenabled(), not gc.get_freeze_count()
         if self.every_steps:
             gc.collect()
-            gc.freeze()  # what lives now lives to the end: later collections need not walk it
+            if self._freezes:
+                gc.freeze()
             gc.disable()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.every_steps:
-            gc.unfreeze()
+            if self._freezes:
+                gc.unfreeze()
             if self._was_enabled:
                 gc.enable()
 
@@ -202,9 +221,3 @@ def _require_fp8(capability: tuple[int, int]) -> None:
             field="train.precision",
             value="fp8",
         )
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu_line("model name") or platform.processor() or platform.machine()

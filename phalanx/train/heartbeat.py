@@ -1,7 +1,7 @@
-"""What a rank says of itself to whoever supervises it: its step, its phase, its own time and its loss.
+"""What a rank reports to its supervisor: its step, its phase, its own time and its loss.
 
-The page is that of `phalanx.core.progress`; where nobody has made one, nothing is said. It costs some microseconds a
-step, and never a synchronisation of the device.
+The page is that of `phalanx.core.progress`; without one nothing is reported. It costs some microseconds a step, and
+never a synchronisation of the device.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from phalanx.core.progress import UNKNOWN, ProgressWriter, own_progress
 from phalanx.launch.user_script import ATTEMPT_VARIABLE
 
 START_S = 300.0
-"""How long meeting the other ranks, building the model and restoring it may take before somebody should look."""
+"""How long meeting the other ranks, building the model and restoring it may take before a supervisor should act."""
 
+# A phase may take so many times as long as it usually does, and so many seconds more.
 _PATIENCE = 3.0
 _MARGIN_S = 30.0
-"""What took so long may take so many times as long, and so many seconds more, before somebody should look."""
 
 
 class Pulse:
     """A rank's side.
 
     Args:
-        page: where to; None: nowhere.
-        waited_ns: how long this rank has waited for others so far; None: that is not known.
-        clock_ns: monotonic.
+        waited_ns: how long this rank has waited for others so far; None: not known.
     """
 
     def __init__(
@@ -43,25 +41,21 @@ class Pulse:
 
     @property
     def is_read(self) -> bool:
-        """Whether anybody wants to know."""
+        """Whether a supervisor reads it."""
         return self._page is not None
 
     def without_own_time(self) -> None:
-        """How long others are waited for cannot be told here after all."""
+        """How long others are waited for cannot be measured here after all."""
         self._waited_ns = None
 
     def enter(self, name: str, expects_s: float = 0.0) -> None:
-        """A phase without steps begins.
-
-        Args:
-            expects_s: how long it may take; 0: that is not known.
-        """
+        """A phase without steps begins, which may take `expects_s`; 0: not known."""
         if self._page is not None:
             self._stop_clock()
             self._page.phase(name, expects_s)
 
     def resume(self, step: int) -> None:
-        """The training goes on after this step; 0: it begins."""
+        """Training goes on after this step; 0: it begins."""
         if self._page is not None:
             self._page.resume(step)
 
@@ -73,11 +67,8 @@ class Pulse:
 
     @contextmanager
     def aside(self, name: str, expected_s: float | None = None) -> Iterator[None]:
-        """Between two steps something else is done.
-
-        Args:
-            expected_s: how long it usually takes; 0: that is not known; None: as long as it took here before.
-        """
+        """Between two steps something else is done, which usually takes `expected_s`; 0: not known; None: as long as it
+        took here before."""
         if self._page is None:
             yield
             return
@@ -91,12 +82,7 @@ class Pulse:
             self.begin_steps()
 
     def step(self, step: int, loss: float | None) -> None:
-        """A step has ended.
-
-        Args:
-            step: its number, from 1 at the beginning of the training.
-            loss: of the step; None: not known yet.
-        """
+        """A step has ended; `loss` None: not known yet."""
         if self._page is None:
             return
         was_measured = self._since is not None and self._waited_ns is not None

@@ -1,4 +1,4 @@
-"""What a run is expected to cost, as whoever starts it predicted it: a plain value, handed in."""
+"""What a step is predicted to cost: a plain value, passed in by the command that starts the run."""
 
 from __future__ import annotations
 
@@ -18,31 +18,21 @@ WORDS = {
     LOADER: "waiting for the loader",
     BETWEEN: "figures and signals between steps",
 }
-"""Parts of a step that training can tell apart; `WAITING` only where ranks wait in threads, as on a CPU."""
+"""Parts of a step that training can time; `WAITING` only where ranks wait in threads, as on a CPU."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A prediction of one step.
+    """A prediction of one step."""
 
-    Attributes:
-        source: what predicted it, for people.
-        step_s: time of a step.
-        parts: seconds by name, as in `WORDS`; they sum to `step_s`.
-        memory_bytes: on the first rank.
-        layout: of the ranks, as `Layout` prints it.
-        micro_batch: sequences per forward pass.
-        interval_s: between which a step lies in 8 of 10 cases; None: not known.
-        details: the whole prediction as JSON values, to be kept with the run.
-    """
-
-    source: str
-    step_s: float
-    parts: Mapping[str, float]
-    memory_bytes: float
-    layout: str
-    micro_batch: int
-    interval_s: tuple[float, float] | None = None
+    source: str  # what predicted it, for people
+    step_s: float  # time of a step
+    parts: Mapping[str, float]  # seconds by name, as in `WORDS`; they sum to `step_s`
+    memory_bytes: float  # on the first rank
+    layout: str  # of the ranks, as `Layout` prints it
+    micro_batch: int  # sequences per forward pass
+    interval_s: tuple[float, float] | None = None  # in which a step lies in 8 of 10 cases; None: not known
+    # the whole prediction as JSON values, to be kept with the run
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def misfit(self, layout: str, micro_batch: int) -> str:

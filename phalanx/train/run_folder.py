@@ -4,8 +4,12 @@ runs/NAME/config.json        every setting as it was resolved
           environment.json   versions, commit and hardware of every start
           metrics.jsonl      one line per step
           out_of_memory.json passes that one of several ranks had no memory for
+          ended.json         how the newest start ended, where it could still say so
+          run.json           a name, a note and tags that people gave it (`phalanx runs note`)
+          moved.json         that the folder was moved or removed while the run trained
           checkpoints/       step-00000100, …
           tokenizer/         what is needed to read and write text
+          samples.jsonl      what the model made of a prompt at each evaluation, when asked for
           profile/           torch.profiler traces, when asked for
 """
 
@@ -29,6 +33,7 @@ from typing import IO, Any
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import OddFileError, read_regular, write_json
+from phalanx.telemetry.alerts.alert_config import without_addresses
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.resume_changes import changes_between, require_allowed
 
@@ -39,24 +44,20 @@ _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
 
 @dataclass(frozen=True)
 class Refused:
-    """Passes that one of several ranks had no memory for, so that all of them ended: the next start takes less.
-
-    Attributes:
-        layout: of the ranks, as `Layout` prints it.
-    """
+    """Passes that one of several ranks of `layout` had no memory for, so that all ended: the next start takes less."""
 
     layout: str
     micro_batch: int
     recompute: str
 
     def write(self, folder: RunFolder) -> None:
-        """Keep it; where that cannot be, a person has to set what to take."""
+        """Keep it; where the disk refuses, a person has to set what to take."""
         with suppress(OSError):
             write_json(folder.out_of_memory, asdict(self))
 
     @classmethod
     def read(cls, folder: RunFolder) -> Refused | None:
-        """The newest that was kept; None: there is none, or none that can be read."""
+        """The newest that was kept; None: there is none that can be read."""
         try:
             found = cls(**json.loads(read_regular(folder.out_of_memory, _REFUSED_MOST_BYTES)))
             return replace(found, micro_batch=int(found.micro_batch))
@@ -66,20 +67,16 @@ class Refused:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run. Holding an object made by `open_for_training` holds the run's lock.
-
-    Attributes:
-        former: config of the run that was in it, with which this start may go on; None: there was none, or it cannot
-            be read.
-        changes: settings that a run goes on with and that were others before, as ``key: old -> new``.
-        note: what is wrong with it and stops nothing.
-    """
+    """Paths of a run. Holding an object made by `open_for_training` holds the run's lock."""
 
     path: Path
     lock: IO[str] | None = None
+    # config of the run that was in it, with which this start may go on; None: it has none that can be read
     former: RunConfig | None = None
+    # settings that a run goes on with and that were others before, as ``key: old -> new``
     changes: tuple[str, ...] = ()
-    note: str = ""
+    note: str = ""  # what is wrong with it and stops nothing
+    starts: int = 0  # of the run, with this one
 
     @property
     def checkpoints(self) -> Path:
@@ -98,15 +95,11 @@ class RunFolder:
 
     @property
     def out_of_memory(self) -> Path:
-        """For which passes one of several ranks had no memory; see `Refused`."""
+        """Where `Refused` is kept."""
         return self.path / "out_of_memory.json"
 
     def config(self) -> RunConfig:
-        """The resolved config that was saved.
-
-        Raises:
-            UserError: there is no run here, or its config cannot be read.
-        """
+        """The resolved config that was saved; refused if there is no run here, or it cannot be read."""
         path = self.path / "config.json"
         try:
             tree = json.loads(read_regular(path, _CONFIG_MOST_BYTES))
@@ -140,9 +133,6 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
 
     The config is only compared here and written with `RunFolder.record_config` once the run stands: a run that cannot
     even start (a wrong path, say) must not bind the folder to its mistakes, nor change what another run wrote there.
-
-    Raises:
-        UserError: the folder cannot be written, another process trains in it, or it holds a run of another config.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -151,11 +141,22 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
         raise _unwritable(path, error) from None
     folder = RunFolder(path, lock)
     try:
-        _take(lock, path)
+        try:
+            _take(lock)
+        except BlockingIOError:
+            raise UserError(
+                "another process is training in it",
+                cure="wait for it, stop it, or set run.folder to a new name",
+                field="run.folder",
+                value=str(path),
+            ) from None
         if (path / "config.json").exists():
             folder = _compared(config, folder)
         folder.checkpoints.mkdir(exist_ok=True)
-        _append_environment(path / "environment.json")
+        environments = path / "environment.json"
+        starts = [*_read_list(environments), _environment()]
+        write_json(environments, starts)
+        folder = replace(folder, starts=len(starts))
     except OSError as error:
         folder.release()
         raise _unwritable(path, error) from None
@@ -165,23 +166,8 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
     return folder
 
 
-def environment() -> dict[str, Any]:
-    """Versions, commit, host and hardware of this process, for the record."""
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [os.fsencode(word).decode("utf-8", "replace") for word in sys.argv],
-        "commit": _git_commit(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "host": platform.node(),
-        "system": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-    }
-
-
 def note_hardware(folder: RunFolder, hardware: Mapping[str, Any]) -> None:
-    """Add what was found out about the device to the newest start in environment.json."""
+    """Add `hardware` to the newest start in environment.json."""
     path = folder.path / "environment.json"
     starts = _read_list(path)
     if starts:
@@ -189,21 +175,13 @@ def note_hardware(folder: RunFolder, hardware: Mapping[str, Any]) -> None:
         write_json(path, starts)
 
 
-def told_changes(changes: Iterable[str]) -> str:
+def changes_text(changes: Iterable[str]) -> str:
     """For a person, a line each."""
     return "\n  ".join(["going on with other settings than before:", *changes])
 
 
 def kept_config(tree: Any, where: str) -> RunConfig:
-    """The config that a run, or a checkpoint of it, was kept with.
-
-    Args:
-        tree: as it was read.
-        where: it was read.
-
-    Raises:
-        UserError: it has settings that are none of this version's.
-    """
+    """The config that a run, or a checkpoint, was kept with; refused if this version does not know its settings."""
     try:
         if not isinstance(tree, dict):
             raise UserError("is no table of settings", cure="put back the one that was written")
@@ -214,6 +192,15 @@ def kept_config(tree: Any, where: str) -> RunConfig:
             cure="undo what was edited there, or use the version of phalanx that wrote it",
             value=where,
         ) from None
+
+
+def _take(lock: IO[str]) -> None:
+    """Take the lock of a run; whoever only looks whether it is held (`phalanx runs`) has it for microseconds."""
+    for _ in range(5):
+        with suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.01)
+    return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class _TornError(UserError):
@@ -232,36 +219,19 @@ def _compared(config: RunConfig, folder: RunFolder) -> RunFolder:
         return replace(
             folder, note=f"{folder.path}: {error.problem}; the config of its newest checkpoint takes its place"
         )
+    # Steps are written down before any state of them is kept.
+    has_steps = False
+    with suppress(FileNotFoundError), folder.metrics.open(encoding="utf-8", errors="replace") as lines:
+        has_steps = any('"kind": "step"' in line for line in lines)
     changes = require_allowed(
         changes_between(former, config),
         config.run.resume,
-        has_steps=_has_steps(folder),
+        has_steps=has_steps,
         elsewhere="set run.folder to a new name",
         begin_with=f"with train.init_from={folder.path} to begin with its weights",
         **where,
     )
     return replace(folder, former=former, changes=changes)
-
-
-def _has_steps(folder: RunFolder) -> bool:
-    """Whether the run has ever made a step: they are written down before any state of them is kept."""
-    try:
-        with folder.metrics.open(encoding="utf-8", errors="replace") as lines:
-            return any('"kind": "step"' in line for line in lines)
-    except FileNotFoundError:
-        return False
-
-
-def _take(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            "another process is training in it",
-            cure="wait for it, stop it, or set run.folder to a new name",
-            field="run.folder",
-            value=str(path),
-        ) from None
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
@@ -270,8 +240,24 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot be written ({error.strerror})", cure=cure, field="run.folder", value=str(path))
 
 
-def _append_environment(path: Path) -> None:
-    write_json(path, [*_read_list(path), environment()])
+def _environment() -> dict[str, Any]:
+    """Versions, commit, host and hardware of this process, for the record."""
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [without_addresses(os.fsencode(word).decode("utf-8", "replace")) for word in sys.argv],
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "host": platform.node(),
+        "directory": str(Path.cwd()),  # relative paths of the config are meant from there
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }
 
 
 def _read_list(path: Path) -> list[dict[str, Any]]:
@@ -282,28 +268,15 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
     return value if isinstance(value, list) else []
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _git_commit() -> str | None:
     """Commit of the code that runs, with `+changes` where the tree differs from it; None outside a checkout."""
-    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=5, check=True).stdout
+
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        ).stdout.strip()
+        commit, changed = git("rev-parse", "HEAD").strip(), git("status", "--porcelain", "--untracked-files=no").strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + ("+changes" if dirty else "")
+    return commit + ("+changes" if changed else "")

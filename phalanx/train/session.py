@@ -1,246 +1,248 @@
-"""One `phalanx train` from its config to the summary that a person reads at its end."""
+"""One `phalanx train` from its config to the summary at its end: in this process, alone or as one of several ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 
-from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.fault_points import points_from_environment
-from phalanx.core.phases import Phases
+from phalanx.ipc.stop_request import exit_status
 from phalanx.launch.cores import bind_started_elsewhere
 from phalanx.launch.environment import Worker
-from phalanx.launch.rank_failures import errors_named
-from phalanx.model.shapes import flops_per_token, num_parameters
-from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
+from phalanx.model.shapes import flops_per_token
+from phalanx.telemetry.loggers import MetricsLogger, open_loggers
+from phalanx.telemetry.run_list import ALL_DONE, note_end
+from phalanx.telemetry.run_log import ENDED, RunLog
+from phalanx.telemetry.run_samples import keep_why_none
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.run_layout import axes_text
 from phalanx.train.derived.run_numbers import default_folder
 from phalanx.train.device import resident_bytes
-from phalanx.train.loop import Outcome, train
+from phalanx.train.loop import train
+from phalanx.train.moved_folder import kept_together
 from phalanx.train.predicted_cost import Expected
 from phalanx.train.ranks import Ranks, meet
+from phalanx.train.reports.callbacks import Callback
 from phalanx.train.reports.display import Display, make_display
+from phalanx.train.reports.logged_display import LoggedDisplay
+from phalanx.train.reports.prediction_check import Watch
 from phalanx.train.reports.preparation_progress import PrepareDisplay
-from phalanx.train.reports.reporter import Reporter, describe
-from phalanx.train.run_folder import RunFolder, open_for_training, told_changes
-from phalanx.train.stop_request import exit_status
+from phalanx.train.reports.reporter import Reporter, RunSizes
+from phalanx.train.run_folder import RunFolder, changes_text, open_for_training
+from phalanx.train.run_progress import TrainResult
+from phalanx.train.running import seen
+from phalanx.train.summary import closing, headline
 from phalanx.train.system_errors import explained
 from phalanx.train.training_run import Run
-from phalanx.train.trials import described_attention
+from phalanx.train.watching import watched
 from phalanx.train.weights.sampling import continue_text
 from phalanx.train.weights.trained import open_trained
 
 _LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller model or data.sequence_length"
-_WORTH_SAYING_S = 0.01
-_PHASES = {
-    "template": "imports",
-    "fork": "fork",
-    "exec": "processes",
-    "store": "groups",
-    "mesh": "groups",
-    "peers": "groups",
-    "data": "text",
-    "model": "model",
-    "checkpoint": "checkpoint",
-}
 
 
-def train_rank(worker: Worker, config: RunConfig, config_path: Path, expected: Expected | None = None) -> int:
-    """What each of several ranks does: `train_session`, of which rank 0 alone writes and shows anything."""
-    with errors_named(worker, config.parallel.layout):
-        if worker.launcher != "phalanx":
-            bind_started_elsewhere(worker.local_rank, worker.local_world_size)
-        ranks = meet(worker, config.parallel)
-        try:
-            with ranks.abort.watched(lambda: ranks.is_under_way):
-                return train_session(config, config_path, Console(quiet=worker.rank > 0), ranks, expected)
-        except UserError as error:
-            ranks.abort.say(error)
+def rank_status(worker: Worker, config: RunConfig, config_path: Path, expected: Expected | None = None) -> int:
+    """The exit status of a rank that `phalanx train` or another launcher started."""
+    result = run_rank(worker, config, config_path, Console(emoji=False), expected)
+    return exit_status(result.stopped_by)
+
+
+def run_rank(
+    worker: Worker,
+    config: RunConfig,
+    config_path: Path,
+    console: Console,
+    expected: Expected | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainResult:
+    """What each of several ranks does: `run_session`, of which rank 0 alone writes, shows and calls back."""
+    if worker.launcher != "phalanx":
+        bind_started_elsewhere(worker.local_rank, worker.local_world_size)
+    ranks = meet(worker, config.parallel)
+    try:
+        with ranks.abort.watched(lambda: ranks.is_under_way):
+            own = console if worker.rank == 0 else Console(emoji=False, quiet=True)
+            return run_session(config, config_path, own, ranks, expected, callbacks)
+    except UserError as error:
+        ranks.abort.announce(error)
+        raise
+    except Exception as error:
+        # A rank that gave up breaks the connections of the others: what they see is not the cause.
+        why = ranks.abort.announced()
+        if why is None:
             raise
-        except Exception as error:
-            why = ranks.abort.said()
-            if why is None:
-                raise
-            raise why from error
-        finally:
-            ranks.close()
+        raise why from error
+    finally:
+        ranks.close()
 
 
-def train_session(
+def run_session(
     config: RunConfig,
     config_path: Path,
     console: Console,
     ranks: Ranks | None = None,
     expected: Expected | None = None,
-) -> int:
+    callbacks: Sequence[Callback] = (),
+) -> TrainResult:
     """Train as `config` says, in its run folder.
 
     Args:
         ranks: the processes that train together, each of which calls this; None: this one alone.
-        expected: what a step was predicted to cost, which is held against the first ones; None: nothing was.
-
-    Returns:
-        0 when the last step is done; 128 and the signal's number when a signal ended the run early.
-
-    Raises:
-        UserError: for everything a person can mend.
+        expected: what a step was predicted to cost, with which the first ones are compared; None: nothing was.
     """
     base_bytes = resident_bytes()
-    _require_a_gpu_if_asked(config)
-    ranks = ranks or Ranks()
-    path = default_folder(config, config_path)
-    folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
-    ranks.peers.barrier()
-    display = make_display(console)
-    if folder.note:
-        display.note(folder.note)
-    if folder.changes:
-        display.note(told_changes(folder.changes))
-    try:
-        with explained("the run", _LESS):
-            with PrepareDisplay(console) as progress:
-                points = points_from_environment(os.environ)
-                run = assemble(config, folder, display.note, progress.show, ranks, points)
-            display.note(headline(run))
-            outcome = _train_and_let_go(run, display, expected, base_bytes)
-    finally:
-        display.close()
-        folder.release()
-    console.print(closing(run, outcome), highlight=False, soft_wrap=not console.is_terminal)
-    if config.evaluate.sample_prompt and not outcome.stopped_by and ranks.is_first:
-        console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
-    return exit_status(outcome.stopped_by)
-
-
-def _require_a_gpu_if_asked(config: RunConfig) -> None:
-    """Refuse what only a GPU can do, where there is none, before anything is written."""
+    # Refused before anything is written.
     asked = config.asks_for_a_gpu()
     if asked and not torch.cuda.is_available():
         raise UserError(f"{asked} needs a GPU, and none is visible here", cure="set it to 'auto'")
+    ranks = ranks or Ranks()
+    path = default_folder(config, config_path)
+    folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
+    start = ranks.peers.broadcast(folder.starts)  # the others find the folder there
+    with seen(config.logging, path, ranks, start) as log:
+        result = _run_in(folder, config, console, ranks, log, expected, callbacks, base_bytes)
+        if log is not None:
+            log.note(ENDED + (f"stopped by {result.stopped_by}" if result.stopped_by else ALL_DONE))
+        return result
 
 
-def headline(run: Run) -> str:
-    """What is going to be trained, on what."""
-    config, model = run.config, run.trainer.config
-    peak = "" if run.peak is None else f", peak {run.peak.flops_per_s / 1e12:.2f} TFLOP/s ({run.peak.source})"
-    tokens_per_step = config.train.global_batch * config.data.sequence_length
-    each = " for each rank" if run.ranks.size > 1 else ""
-    return (
-        f"{units.count(num_parameters(model))} parameters, {run.total_steps} steps of {tokens_per_step:,} tokens "
-        f"in micro-batches of {run.progress.micro_batch} x {config.data.sequence_length}\n"
-        f"text: {units.count(run.prepared.num_tokens('train'))} tokens to train on, "
-        f"{units.count(run.prepared.num_tokens('validation'))} held out\n"
-        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {_arithmetic(run)}{peak}\n"
-        f"{_attention(run)}{_spread(run)}"
-        f"folder: {run.folder.path}"
-    )
+def _run_in(
+    folder: RunFolder,
+    config: RunConfig,
+    console: Console,
+    ranks: Ranks,
+    log: RunLog | None,
+    expected: Expected | None,
+    callbacks: Sequence[Callback],
+    base_bytes: int,
+) -> TrainResult:
+    """Train in a folder that is open; it is given back at the end."""
+    display = make_display(console)
+    if log is not None:
+        display = LoggedDisplay(display, log, is_first=ranks.is_first)
+    if folder.note:
+        display.note(folder.note)
+    if folder.changes:
+        display.note(changes_text(folder.changes))
+    result: TrainResult | None = None
+    try:
+        with (
+            kept_together(folder, display.note),
+            watched(config, folder, ranks, display.note) as ending,
+            explained("the run", _LESS),
+        ):
+            ranks.record_spans(folder.path, config.telemetry, display.note)
+            with PrepareDisplay(console, log.note if log is not None else lambda _: None) as progress:
+                points = points_from_environment(os.environ)
+                run = assemble(config, folder, display.note, progress.show, ranks, points)
+            display.note(headline(run))
+            if config.evaluate.sample_at_evaluations and run.trainer.whole_model is None:
+                why = "no rank holds the whole model"
+                display.note(
+                    f"evaluate.sample_at_evaluations has no effect: {why}; "
+                    "`phalanx generate` samples from any checkpoint"
+                )
+                if ranks.is_first:
+                    keep_why_none(folder.path, why)
+            result = ending.result = train_assembled(run, display, expected, base_bytes, callbacks)
+    finally:
+        ranks.end_recording(waits=result is not None)
+        display.close()
+        folder.release()
+    last = closing(run, result)
+    console.print(last, highlight=False, soft_wrap=not console.is_terminal)
+    if log is not None:
+        log.note(Text.from_markup(last).plain)
+    if config.evaluate.sample_prompt and not result.stopped_by and ranks.is_first:
+        text = sample(run)
+        console.print(Panel(Text(text), title="a sample", title_align="left"))
+        if log is not None:
+            log.note(f"a sample:\n{text}")
+    return result
 
 
-def _arithmetic(run: Run) -> str:
-    """In which types matrices are multiplied."""
-    dtype = str(run.device.compute_dtype).removeprefix("torch.")
-    layers = run.config.train.fp8_layers(run.trainer.config.layers)
-    if not layers:
-        return dtype
-    emulated = ", emulated" if run.device.torch_device.type == "cpu" else ""
-    return f"fp8 (blocks {layers.start} to {layers.stop - 1} of {run.trainer.config.layers}{emulated}) and {dtype}"
+def train_assembled(
+    run: Run,
+    display: Display,
+    expected: Expected | None = None,
+    base_bytes: int = 0,
+    callbacks: Sequence[Callback] = (),
+) -> TrainResult:
+    """Train, with figures written to every logger of the run.
 
-
-def _attention(run: Run) -> str:
-    """By which kernels a GPU attends."""
-    described = described_attention(run)
-    return f"attention: {described}\n" if described else ""
-
-
-def _spread(run: Run) -> str:
-    """Ranks, layout and start-up, where there is more than one rank."""
-    if run.ranks.size == 1:
-        return ""
-    layout = run.config.parallel.layout
-    return f"ranks: {run.ranks.size}, {axes_text(layout)} ({layout}), {started(run.ranks.phases)}\n"
-
-
-def started(phases: Phases) -> str:
-    """How long starting took, and what of it was worth a word: ``started in 2.4 s (imports 2.0, groups 0.2)``.
-
-    Every phase is kept in the metrics.
+    Args:
+        base_bytes: memory of the process before anything of the run was made.
     """
-    seconds: dict[str, float] = {}
-    for name, value in phases.seconds.items():
-        shown = _PHASES.get(name.partition("/")[0], "")
-        seconds[shown] = seconds.get(shown, 0.0) + value
-    parts = [f"{name} {value:.2f}" for name, value in seconds.items() if name and value >= _WORTH_SAYING_S]
-    return f"started in {phases.total_s:.1f} s" + (f" ({', '.join(parts)})" if parts else "")
+    config, clean = run.config, False
+    try:
+        logger: MetricsLogger = MetricsLogger()
+        if run.ranks.is_first:  # figures leave the run on one rank only
+            settings = config.model_dump(mode="json")
+            logger = open_loggers(config.logging, run.folder.path, run.progress.step, settings, display.note)
+        logger.log_event("start", run.progress.step, run.ranks.phases.metrics())
+        try:
+            reporter = make_reporter(run, display, logger, expected, base_bytes, callbacks)
+            tokens = config.train.global_batch * config.data.sequence_length
+            reporter.watch.start(tokens, run.total_steps - run.progress.step)
+            run.ranks.spans.startup(run.ranks.phases, run.progress.step + 1)
+            result = train(run, reporter)
+            why = f"stopped by {result.stopped_by}" if result.stopped_by else ALL_DONE
+        except BaseException as error:
+            kind = "" if isinstance(error, UserError) else type(error).__name__
+            why = ": ".join(filter(None, (kind, *str(error).splitlines()[:1])))
+            raise
+        finally:
+            logger.close()
+            if run.ranks.is_first:
+                note_end(run.folder.path, run.progress.step, why, run.folder.starts)
+        clean = True
+        return result
+    finally:
+        # What lies in memory is given back only where the last checkpoint is durable.
+        run.saver.finish(clean=clean)
 
 
-def closing(run: Run, outcome: Outcome) -> str:
-    """How the run went, and what can be done with it."""
-    progress = run.progress
-    if outcome.stopped_by:
-        where = f"after step {progress.step} of {run.total_steps}"
-        where += ", in the evaluation at the end" if progress.step >= run.total_steps else ""
-        return f"[yellow]stopped by {outcome.stopped_by}[/] {where}; the same command goes on from there"
-    lines = [
-        f"[green]done[/]: {progress.step} steps, {units.count(progress.tokens)} tokens "
-        f"in {units.duration(progress.train_s)} of training"
-    ]
-    skipped = int(run.judge.skipped)
-    if skipped:
-        lines.append(f"{skipped} update(s) skipped by the bad-step policy")
-    if outcome.evaluation is not None:
-        lines.append(f"held-out text: {describe(outcome.evaluation)}")
-    lines.append(f'sample from it: [bold]phalanx generate {escape(quote(str(run.folder.path)))} "…"[/]')
-    return "\n".join(lines)
+def make_reporter(
+    run: Run,
+    display: Display,
+    logger: MetricsLogger,
+    expected: Expected | None = None,
+    base_bytes: int = 0,
+    callbacks: Sequence[Callback] = (),
+) -> Reporter:
+    """The reporter of a run; a user's `callbacks` are called on rank 0."""
+    length, is_first, device = run.config.data.sequence_length, run.ranks.is_first, run.device
+    sizes = RunSizes(
+        total_steps=run.total_steps,
+        length=length,
+        flops_per_token=flops_per_token(run.trainer.model_config, length).total,
+        peak_flops_per_s=None if run.peak is None else run.peak.flops_per_s * run.ranks.size,
+        memory_bytes=device.memory_in_use_bytes,
+        samples_left=run.evaluation_samples_left,
+    )
+    watch = Watch(
+        expected if is_first else None,
+        display.note,
+        run.folder.path,
+        device,
+        run.progress,
+        str(run.config.parallel.layout),
+        lambda: run.ranks.waits.waited_ns,
+        base_bytes if device.torch_device.type == "cpu" else 0,
+    )
+    return Reporter(sizes, run.progress, display, logger, watch, tuple(callbacks) if is_first else ())
 
 
 def sample(run: Run) -> str:
     """What the trained model makes of `evaluate.sample_prompt`; the same in every run of the same seed."""
-    wanted = run.config.evaluate
+    settings = run.config.evaluate
     model = run.trainer.whole_model or open_trained(run.folder.path, lambda _: None).model
-    pieces = continue_text(model, run.prepared.tokenizer, wanted.sample_prompt, max_new_tokens=wanted.sample_tokens)
-    return wanted.sample_prompt + "".join(pieces)
-
-
-def _train_and_let_go(run: Run, display: Display, expected: Expected | None, base_bytes: int) -> Outcome:
-    """Train; what lies in memory is given back only where the last checkpoint is durable."""
-    clean = False
-    try:
-        outcome = _train(run, display, expected, base_bytes)
-        clean = True
-        return outcome
-    finally:
-        run.saver.finish(clean=clean)
-
-
-def _train(run: Run, display: Display, expected: Expected | None, base_bytes: int) -> Outcome:
-    config = run.config
-    logger = _open_loggers(run, display)
-    logger.log_event("start", run.progress.step, run.ranks.phases.metrics())
-    try:
-        flops = flops_per_token(run.trainer.config, config.data.sequence_length).total
-        on_host = run.device.torch_device.type == "cpu"
-        reporter = Reporter(run, display, logger, flops, expected, base_bytes if on_host else 0)
-        reporter.watch.start()
-        return train(run, reporter)
-    finally:
-        logger.close()
-
-
-def _open_loggers(run: Run, display: Display) -> MetricsLogger:
-    """Figures leave the run on one rank only."""
-    if not run.ranks.is_first:
-        return Silent()
-    config = run.config
-    return open_loggers(
-        config.logging, run.folder.path, run.progress.step, config.model_dump(mode="json"), display.note
-    )
+    pieces = continue_text(model, run.prepared.tokenizer, settings.sample_prompt, max_new_tokens=settings.sample_tokens)
+    return settings.sample_prompt + "".join(pieces)

@@ -33,11 +33,7 @@ def out_of_threads(error: BaseException) -> bool:
 
 
 def too_big(config: RunConfig, micro_batch: int, error: BaseException, where: str = "") -> UserError:
-    """What to do when a step does not fit into memory.
-
-    Args:
-        where: which of several ranks it was.
-    """
+    """What to do when a step does not fit into memory; `where`: which of several ranks it was."""
     settings = [f"train.micro_batch={micro_batch // 2}"] if micro_batch > 1 else []
     settings += ["train.recompute=full"] if config.train.recompute != "full" else []
     cures = [f"set {' or '.join(settings)}"] if settings else []
@@ -56,14 +52,22 @@ def explained(what: str, cure: str) -> Iterator[None]:
     """Turn what the system refuses inside the block into a `UserError`; errors of the program itself pass.
 
     Args:
-        what: what the memory was wanted for.
-        cure: what to do where it was not to be had.
+        what: the memory was wanted for.
+        cure: what to do where there was none.
     """
+
+    def no_more_threads(error: BaseException) -> UserError:
+        return UserError(
+            f"there are no more threads or processes to be had for {what} ({first_line(error)})",
+            cure="end what takes them, raise their limit (ulimit -u, pids.max of the cgroup; ulimit -v where they lack "
+            "memory), or set train.threads lower",
+        )
+
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if out_of_threads(error):
-            raise _no_more_threads(what, error) from error
+            raise no_more_threads(error) from error
         if not out_of_memory(error):
             raise
         raise UserError(f"there is no memory left for {what} ({first_line(error)})", cure=cure) from error
@@ -71,21 +75,13 @@ def explained(what: str, cure: str) -> Iterator[None]:
         if error.errno == errno.ENOMEM:
             raise UserError(f"there is no memory left for {what}", cure=cure) from error
         if out_of_threads(error):
-            raise _no_more_threads(what, error) from error
+            raise no_more_threads(error) from error
         full = error.errno in _FULL
         if error.errno not in _REFUSED or (error.filename is None and not full):
             raise
         cure = "free some space" if full else "make it readable and writable, or choose another place"
         where = {} if error.filename is None else {"value": str(error.filename)}
         raise UserError(f"cannot be read or written ({error.strerror})", cure=cure, **where) from error
-
-
-def _no_more_threads(what: str, error: BaseException) -> UserError:
-    return UserError(
-        f"there are no more threads or processes to be had for {what} ({first_line(error)})",
-        cure="end what takes them, raise their limit (ulimit -u, pids.max of the cgroup; ulimit -v where they lack "
-        "memory), or set train.threads lower",
-    )
 
 
 def first_line(error: BaseException) -> str:

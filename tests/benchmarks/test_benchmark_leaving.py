@@ -49,12 +49,12 @@ import sys, tempfile, time
 from pathlib import Path
 from phalanx.faults.host_faults import small_disk
 from phalanx.run.backends.local import Network
-from support.campaign.control import forget_networks
-from support.campaign.settings import Places
+from phalanx.run.campaign.case_command import CasePaths
+from phalanx.run.campaign.case_run import forget_networks
 from support.leaving import nothing_left
 
 with nothing_left(forget_networks):
-    places = Places(Path(tempfile.mkdtemp(prefix="job-")) / "job")
+    places = CasePaths(Path(tempfile.mkdtemp(prefix="job-")) / "job")
     network = Network(places.run, sys.argv[1])
     places.folder.mkdir()
     network.begin()

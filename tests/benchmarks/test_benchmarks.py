@@ -26,12 +26,12 @@ for script in sys.argv[1:]:
 """
 
 
-def test_every_benchmark_has_a_quick_form_for_make_bench() -> None:
-    """In one process, which imports torch once."""
+def test_every_benchmark_has_a_quick_form_for_make_bench(tmp_path: Path) -> None:
+    """In one process, which imports torch once, and finds what `python benchmarks/NAME.py` finds from any folder."""
     scripts = sorted(map(str, SCRIPT.parent.glob("*.py")))
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
     command = [sys.executable, "-c", _HELP, *scripts]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path).stdout
     helps = shown.split("== ")[1:]
     assert len(helps) == len(scripts)
     assert [text.split("\n")[0] for text in helps if "--quick" not in text] == []

@@ -7,6 +7,7 @@ they are started, and, when they have ended, the exit status of each and what it
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import runpy
@@ -89,9 +90,22 @@ def a_keeper_of_its_own(folder: Path, forks: Forks) -> Iterator[dict[str, str]]:
                 process.kill()
 
 
-def script(path: str, output: str, *arguments: str) -> None:
-    """Run a script as ``python PATH ARGUMENT …`` does; what it prints goes to `output`."""
-    os.dup2(os.open(output, os.O_WRONLY), 1)
+class HeardLines(io.TextIOBase):
+    """Lines that are printed go to a pipe, one at a time: each print returns when whoever reads has answered a byte."""
+
+    def __init__(self, output: str, answers: str) -> None:
+        self._output, self._answers = os.open(output, os.O_WRONLY), os.open(answers, os.O_RDONLY)
+
+    def write(self, text: str) -> int:
+        os.write(self._output, text.encode())
+        if text.endswith("\n"):
+            os.read(self._answers, 1)
+        return len(text)
+
+
+def script(path: str, output: str, answers: str, *arguments: str) -> None:
+    """Run a script as ``python PATH ARGUMENT …`` does; it prints `HeardLines`."""
+    sys.stdout = HeardLines(output, answers)
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def gloo_threads() -> int:
         os.sched_yield()
 
 
+def _is_kept_soon(checkpoints: Checkpointer) -> bool:
+    """Whether the keeper has a snapshot, within a second.
+
+    On a busy machine all steps may be over before it has taken any: what it is too busy for is put off to a later step.
+    """
+    until_s = time.monotonic() + 1.0
+    while not checkpoints._session.events():
+        if time.monotonic() > until_s:
+            return False
+        os.sched_yield()
+    return True
+
+
 def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> dict[str, Any]:
     """One rank; MODE is ddp or fsdp, and with `kill_at` it kills itself at this step."""
     settings = dict(parse_override(text) for text in overrides)
@@ -77,7 +91,7 @@ def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     sampler = Sampler(rank)
     losses: dict[int, float] = {}
-    threads = gloo_threads()
+    threads, is_kept = gloo_threads(), False
     with Checkpointer(folder, model=model, optimizer=optimizer, extra={"sampler": sampler}, **settings) as checkpoints:
         start = checkpoints.restore()
         if start == 0:
@@ -97,6 +111,8 @@ def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> 
             if step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             checkpoints.step(step, metrics={"validation_loss": loss.item()})
+            if kill_at and "memory_every_steps" in settings and not is_kept:
+                is_kept = _is_kept_soon(checkpoints)
         end = {"start": start, "losses": losses, "drawn": len(sampler.drawn), "weights": whole(model)}
     end["threads_left"] = gloo_threads() - threads
     dist.destroy_process_group()

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import get_args
 
-from phalanx.checkpoint.format.run_sums import chunk_sums
+from support.chunk_sums import chunk_sums
+
 from phalanx.checkpoint.format.shard_plan import ALIGN_BYTES, Piece, Record, Role, ShardPlan, SnapshotId
 
 SET = "5e7"

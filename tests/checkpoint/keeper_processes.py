@@ -18,11 +18,11 @@ from keeper_forks import fork_keeper
 from keeper_helpers import SET, some_bytes
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan
-from phalanx.checkpoint.keeper.keeper_client import KeeperClient, connect
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
 from phalanx.checkpoint.keeper_contract import Destination, Taken
 
-GUARD_S = 60.0
+GUARD_S = 150.0
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def a_rank(
     destination: Destination | None = None,
 ) -> KeeperClient:
     """Connected, with memory."""
-    keeper = connect(address, plan.rank, plan.world_size)
+    keeper = KeeperClient(address, plan.rank, plan.world_size)
     keeper.begin(attempt, set_id, plan.world_size)
     keeper.lease(plan, job, slots, destination)
     until(lambda: keeper.ready)

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 from planned_files import slot
+from support.chunk_sums import chunk_sums
+from support.open_checkpoint import Checkpoint, newest
 from thread_ranks import ThreadPeers, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
+from phalanx.checkpoint.format.run_sums import state_sum
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, Role, ShardPlan
 from phalanx.checkpoint.keeper_contract import Destination, PersistOutcome, PersistTask
-from phalanx.checkpoint.persist.persister_process import PersisterProcess, in_memory
-from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest
+from phalanx.checkpoint.persist.persister_process import PersisterProcess
 from phalanx.checkpoint.snapshot_plans import make_plans
 from phalanx.core.layout import Shard
+from phalanx.ipc.shared_memory import write_document
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def roles(name: str) -> Role:
@@ -91,7 +93,7 @@ class Job:
     def task(self, rank: int, step: int, **changes: Any) -> Iterator[PersistTask]:
         """Rank 0's publishes. `changes` are of the record."""
         memory = bytes(slot(self.plans[rank], self.tensors(rank, step)))
-        descriptor = in_memory(memory)
+        descriptor = write_document(memory)
         record = replace(self.record(rank, step, memory), **changes)
         job = self.job if rank == 0 else None
         try:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
-from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
+from support.chunk_sums import chunk_sums
+
+from phalanx.checkpoint.format.run_sums import state_sum
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
 from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.replica_service import ReplicaService
+from phalanx.checkpoint.snapshot_slots import SnapshotMemory
 from phalanx.core.fault_points import NO_POINTS, Points
 
-GUARD_S = 60.0
+GUARD_S = 150.0
 SIZE_BYTES = 2 * CHUNK_BYTES + 12345
 SET_ID = "set"
 SECRET = secrets.token_bytes(32)
@@ -44,7 +46,7 @@ def make_record(plan: ShardPlan, content: bytes, step: int = 1, attempt: int = 1
     )
 
 
-def put(vault: MemoryVault, plan: ShardPlan, step: int = 1, attempt: int = 1) -> bytes:
+def put(vault: SnapshotMemory, plan: ShardPlan, step: int = 1, attempt: int = 1) -> bytes:
     """Commit a snapshot of random bytes of the rank's own shard."""
     content = os.urandom(plan.data_bytes)
     vault.lease(plan, 2)
@@ -57,12 +59,12 @@ def put(vault: MemoryVault, plan: ShardPlan, step: int = 1, attempt: int = 1) ->
     return content
 
 
-def read(vault: MemoryVault, rank: int, step: int, attempt: int = 1) -> bytes:
+def read(vault: SnapshotMemory, rank: int, step: int, attempt: int = 1) -> bytes:
     with vault.pin(SnapshotId(step, attempt, SET_ID), rank) as (record, _, descriptor):
         return os.pread(descriptor, record.data_bytes, 0)
 
 
-def steps(vault: MemoryVault) -> list[int]:
+def steps(vault: SnapshotMemory) -> list[int]:
     return sorted(held.record.step for held in vault.held() if held.is_replica)
 
 
@@ -77,7 +79,7 @@ class Host:
         idle_s: float = 20.0,
         persist_s: float = 0.0,
     ) -> None:
-        self.vault = MemoryVault()
+        self.vault = SnapshotMemory()
         self.vault.begin(1)
         self.told: SimpleQueue[Replicated] = SimpleQueue()
         self.reports: SimpleQueue[str] = SimpleQueue()

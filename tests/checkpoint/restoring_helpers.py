@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
+from support.chunk_sums import chunk_sums
 from thread_ranks import PATIENCE_S, ThreadPeers, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
+from phalanx.checkpoint.format.checkpoint_files import FolderFiles
+from phalanx.checkpoint.format.run_sums import state_sum
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint, Held, KeeperLostError
 from phalanx.checkpoint.restoring.restore import Restored, SpoiltError, restore
@@ -293,6 +295,14 @@ def restore_all(
     return succeed(layout.world_size, body)
 
 
+@dataclass(frozen=True)
+class CountingFiles(FolderFiles):
+    count: Callable[[int], None]
+
+    def open(self, file: str) -> BinaryIO:
+        return cast(BinaryIO, _Counting((self.path / file).open("rb", buffering=0), self.count))
+
+
 class CountingStore(LocalStore):
     """Counts what is read of files of tensors."""
 
@@ -301,10 +311,10 @@ class CountingStore(LocalStore):
         self.read_bytes = 0
         self._lock = threading.Lock()
 
-    def open(self, name: str, file: str) -> BinaryIO:
-        return cast(BinaryIO, _Counting((self.path / name / file).open("rb", buffering=0), self._count))
+    def at(self, name: str) -> FolderFiles:
+        return CountingFiles(self.path / name, self.count)
 
-    def _count(self, size_bytes: int) -> None:
+    def count(self, size_bytes: int) -> None:
         with self._lock:
             self.read_bytes += size_bytes
 

@@ -18,7 +18,6 @@ from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
     Held,
-    Keeper,
     KeeperLostError,
     RefusedError,
     Slot,
@@ -28,7 +27,7 @@ from phalanx.checkpoint.keeper_contract import (
 )
 from phalanx.checkpoint.session.background_session import Session
 from phalanx.checkpoint.session.keeper_link import KeeperLink, SessionContext
-from phalanx.checkpoint.snapshot_schedule import SnapshotAgenda
+from phalanx.checkpoint.snapshot_schedule import SnapshotSchedule
 from phalanx.core.fault_points import NO_POINTS
 from phalanx.core.peers import ALONE, Peers
 
@@ -66,7 +65,7 @@ def asking_ranks(size: int, body: Callable[[AskingPeers], Any]) -> list[Any]:
     return results
 
 
-class FakeKeeper(Keeper):
+class FakeKeeper:
     """Everything is committed and durable at the next `poll`, unless it is held back.
 
     Attributes:
@@ -209,8 +208,8 @@ class Loop:
             self.lines.append, NO_POINTS,
         )  # fmt: skip
         auto = AutoInterval(self.config)
-        agenda = SnapshotAgenda(self.config, auto, decides=peers.rank == 0, clock=lambda: self.clock_s)
-        self.session = Session(job, KeeperLink(self._connect, self._report), agenda)
+        schedule = SnapshotSchedule(self.config, auto, decides=peers.rank == 0, clock=lambda: self.clock_s)
+        self.session = Session(job, KeeperLink(self._connect, self._report), schedule)
 
     @property
     def keeper(self) -> FakeKeeper:
@@ -235,7 +234,7 @@ class Loop:
         self.tensors["model.w"].fill_(step)
         self.session.after_step(step, lambda: {"progress": step}, **options)
 
-    def _connect(self) -> Keeper:
+    def _connect(self) -> FakeKeeper:
         self.keepers.append(FakeKeeper(self.hosts[self.peers.rank]))
         return self.keepers[-1]
 

@@ -17,10 +17,10 @@ from moto.server import ThreadedMotoServer
 
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS
 from phalanx.checkpoint.session.blocking_session import save
-from phalanx.checkpoint.storage import object_requests
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import advance
 from phalanx.checkpoint.storage.location import open_store
+from phalanx.core import object_requests
 from phalanx.core.fault_points import NO_POINTS, Points
 
 KINDS = ("folder", "memory", "s3")

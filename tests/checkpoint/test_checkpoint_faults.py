@@ -18,16 +18,16 @@ import torch
 from checkpoint_helpers import assert_equal, make_tensors, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.open_checkpoint import Checkpoint, newest, open_checkpoint
 from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
 from phalanx.checkpoint.format.run_sums import RunSums
-from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
-from phalanx.checkpoint.session import blocking_session as saving
 from phalanx.checkpoint.session.blocking_session import STAGES, save
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import folder_store
-from phalanx.checkpoint.storage.folder import candidates, clean, writing
+from phalanx.checkpoint.storage.folder import candidates, clean
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.errors import UserError
 from phalanx.core.fault_points import Points
 
@@ -143,12 +143,14 @@ def test_kill_of_a_process_of_its_own(tmp_path: Path, stage: str) -> None:
 
 def test_a_living_writer_is_not_disturbed(tmp_path: Path) -> None:
     """Another process saves and cleans up while this one is in the middle of writing."""
-    with writing(tmp_path, 5) as aside:
-        (aside / "half").write_bytes(b"written")
-        assert in_child(lambda: save(tmp_path, 6, make_tensors(6), {"who": "other"}) and None) == 0
-        clean(tmp_path)
-        assert (aside / "half").read_bytes() == b"written"
-        assert found(tmp_path).step == 6
+    store = LocalStore(tmp_path)
+    area = store.begin(5, 1, "aa")
+    store.write(area, "half", [b"written"])
+    assert in_child(lambda: save(tmp_path, 6, make_tensors(6), {"who": "other"}) and None) == 0
+    clean(tmp_path)
+    assert store.at(area).read("half") == b"written"
+    assert found(tmp_path).step == 6
+    store.discard(area)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
 
 
@@ -453,7 +455,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_really_full(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_require_room", lambda *_: None)  # another program took the room after we looked
+    usage = namedtuple("usage", "total used free")
+    # Another program took the room after we looked.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, 10**9))
     save(tiny_disk, 1, {"weight": torch.zeros(10)}, {"version": 1})
     with pytest.raises(UserError, match=r"no room for a checkpoint of \d+ bytes"):
         save(tiny_disk, 2, {f"weight{i}": torch.zeros(100_000) for i in range(5)})

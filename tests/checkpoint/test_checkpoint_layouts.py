@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_helpers import assert_equal, blank, make_tensors
+from support.open_checkpoint import open_checkpoint
 
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 
-RESHARD = """
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+RESHARD = (
+    f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})"
+    + """
 import os, sys, torch, torch.distributed as dist
 from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from phalanx.checkpoint.restoring.open_checkpoint import newest
+from support.open_checkpoint import newest
 
 folder, out, world = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 
@@ -43,6 +47,7 @@ for rank in range(world):
     children.append(pid)
 sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
 """
+)
 
 
 @pytest.mark.slow
@@ -59,10 +64,12 @@ def test_sharded_tensors_are_filled_from_one_process_checkpoint(tmp_path: Path) 
         assert_equal(whole, tensors)
 
 
-MEMORY = """
+MEMORY = (
+    f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})"
+    + """
 import resource, sys, torch
 from pathlib import Path
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
+from support.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 
 def peak_bytes():
@@ -83,6 +90,7 @@ else:
     assert all(bool((tensors[f"w{i}"] == i).all()) for i in range(25))
 print(peak_bytes() - before)
 """
+)
 
 
 @pytest.mark.slow

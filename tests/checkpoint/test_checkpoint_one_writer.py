@@ -16,6 +16,7 @@ import torch
 from persist_helpers import Job, roles
 from session_helpers import AskingPeers, asking_ranks
 from storage_helpers import Place, place_fixture, s3_place_fixture, s3_server_fixture  # noqa: F401
+from support.open_checkpoint import newest
 from thread_ranks import ThreadPeers, succeed
 from torch import Tensor
 
@@ -25,9 +26,8 @@ from phalanx.checkpoint.format.checkpoint_files import Evaluation
 from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.keeper_contract import PersistOutcome
 from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
-from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.checkpoint.session.blocking_session import write_checkpoint
-from phalanx.checkpoint.session.open_session import Saver, open_saver
+from phalanx.checkpoint.session.open_session import Saver, open_session
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import claim, read_latest
 from phalanx.core.errors import UserError
@@ -86,7 +86,7 @@ def written(place: Place, mode: str) -> tuple[str, dict[str, bytes]]:
     [name] = store.names()
     latest = read_latest(store)
     assert latest is not None and (latest.step, latest.name) == (7, name)
-    return name, {file: store.open(name, file).read() for file in store.files(name)}
+    return name, {file: store.at(name).open(file).read() for file in store.files(name)}
 
 
 def test_both_modes_write_the_same_bytes(place: Place) -> None:
@@ -193,7 +193,7 @@ def saver(place: Place, peers: Any = ALONE, said: list[str] | None = None, **set
     config = CheckpointConfig(
         mode="blocking", folder=place.url, storage_options=options, **{"every_steps": 1, "keep_last": 2, **settings}
     )
-    return open_saver(place.url, config, peers=peers, report=(said if said is not None else []).append)
+    return open_session(place.url, config, peers=peers, report=(said if said is not None else []).append)
 
 
 def step_of(session: Saver, step: int, tensors: dict[str, Tensor]) -> None:

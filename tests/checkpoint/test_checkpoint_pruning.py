@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.open_checkpoint import newest
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage import retention as pruning
 from phalanx.checkpoint.storage.folder import candidates

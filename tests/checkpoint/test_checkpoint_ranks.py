@@ -18,6 +18,7 @@ import torch
 from checkpoint_helpers import assert_equal, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.open_checkpoint import newest, open_checkpoint
 from thread_ranks import Died, ThreadPeers, run_ranks, succeed
 from torch import Tensor
 from torch.distributed import FileStore
@@ -28,8 +29,7 @@ from phalanx.checkpoint.format.manifest import Chunk, FileEntry, clash, cover_fa
 from phalanx.checkpoint.restoring import durable_source
 from phalanx.checkpoint.restoring.compatibility import names_on_no_rank, names_to_bits
 from phalanx.checkpoint.restoring.durable_source import DurableSource, share_out
-from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
-from phalanx.checkpoint.restoring.source import Reading
+from phalanx.checkpoint.restoring.source import ReadReport
 from phalanx.checkpoint.session.blocking_session import STAGES, save
 from phalanx.checkpoint.snapshot_plans import Written, from_text, to_text
 from phalanx.checkpoint.storage.folder import candidates
@@ -200,7 +200,7 @@ def test_every_file_is_hashed_once_by_some_rank(tmp_path: Path, monkeypatch: pyt
     hashed: list[str] = []
     attempt = DurableSource._attempt
 
-    def noted(source: DurableSource, reading: Reading, files: Any, file: str, work: Callable[[Any], None]) -> None:
+    def noted(source: DurableSource, reading: ReadReport, files: Any, file: str, work: Callable[[Any], None]) -> None:
         hashed.append(file)
         attempt(source, reading, files, file, work)
 

@@ -14,12 +14,12 @@ from checkpoint_helpers import assert_equal, blank, make_tensors
 from earlier_writer import write_earlier
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.open_checkpoint import Checkpoint, newest, open_checkpoint
 from thread_ranks import ThreadPeers, run_ranks, succeed
 from torch import Tensor
 
 from phalanx.checkpoint.format import checkpoint_files, dcp
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard

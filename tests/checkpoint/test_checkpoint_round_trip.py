@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_helpers import assert_equal, blank, forge, make_tensors
+from support.open_checkpoint import newest, open_checkpoint
 from torch import Tensor
 
 from phalanx.checkpoint.format.checkpoint_files import FolderFiles
 from phalanx.checkpoint.format.dcp import held
 from phalanx.checkpoint.format.manifest import Meta, config_sha256
-from phalanx.checkpoint.restoring.compatibility import parts
+from phalanx.checkpoint.restoring.compatibility import read_items
 from phalanx.checkpoint.restoring.durable_source import DurableSource
-from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError
 
@@ -170,7 +170,7 @@ def test_chunks_of_several_files_are_put_together(tmp_path: Path) -> None:
     whole = manifest.tensors["left"].model_copy(update={"shape": [2, 5], "chunks": chunks})
     target = torch.zeros(2, 5)
     source = DurableSource(FolderFiles(path), manifest.model_copy(update={"tensors": {"whole": whole}}), verify=False)
-    assert source.read(parts(source.tensors, held({"whole": target}, {}))).faults == []
+    assert source.read(read_items(source.tensors, held({"whole": target}, {}))).faults == []
     assert target.tolist() == [[0, 1, 2, 6, 7], [3, 4, 5, 8, 9]]
 
 

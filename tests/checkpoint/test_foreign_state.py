@@ -15,13 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.open_checkpoint import newest
 from torch import Tensor, nn
 
 from phalanx.checkpoint.foreign import named_state
-from phalanx.checkpoint.foreign.checkpointer import Checkpointer, restore_checkpoint, save_checkpoint
-from phalanx.checkpoint.foreign.foreign_session import Updates
+from phalanx.checkpoint.foreign.checkpointer import Checkpointer, Updates, restore_checkpoint, save_checkpoint
 from phalanx.checkpoint.foreign.training_state import TrainingState, generator_tensors, set_generators
-from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.core.errors import UserError
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

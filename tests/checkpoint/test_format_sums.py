@@ -4,8 +4,9 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.chunk_sums import chunk_sums
 
-from phalanx.checkpoint.format.run_sums import chunk_sums, first_fault, state_sum
+from phalanx.checkpoint.format.run_sums import first_fault, state_sum
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan
 
 SIZE = 2 * CHUNK_BYTES + 1000

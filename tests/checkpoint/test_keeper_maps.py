@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from keeper_processes import until
 
-from phalanx.checkpoint.keeper.shared_memory import Map, MemoryBlock, _touch
 from phalanx.core.host import available_bytes
+from phalanx.ipc.shared_memory import Map, MemoryBlock, _touch
 
 SIZE = 40 << 20
 

@@ -11,11 +11,11 @@ import torch
 from keeper_processes import GUARD_S, a_host, a_rank, until
 from persist_helpers import Job
 from planned_files import slot as slot_bytes
+from support.open_checkpoint import newest
 
 from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
 from phalanx.checkpoint.keeper_contract import SnapshotProgress, Taken
-from phalanx.checkpoint.restoring.open_checkpoint import newest
 
 
 @contextmanager

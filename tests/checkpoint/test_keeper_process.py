@@ -17,7 +17,7 @@ from keeper_processes import GUARD_S, a_host, a_process, a_rank, snapshots, unti
 
 from phalanx.checkpoint.format.run_sums import first_fault
 from phalanx.checkpoint.format.shard_plan import SnapshotId
-from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper.keeper_start import address_for, end_keeper, ensure_keeper, is_listening
 from phalanx.checkpoint.keeper_contract import KeeperLostError, RefusedError, Taken
 from phalanx.core.errors import UserError
@@ -45,7 +45,7 @@ def test_what_is_committed_outlives_its_writer(until_when: str) -> None:
         with a_process(WRITER, [str(address), until_when]) as writer:
             writer.send_signal(signal.SIGKILL)
             writer.wait(GUARD_S)
-        reader = connect(address, 0, 1)
+        reader = KeeperClient(address, 0, 1)
         assert snapshots(reader) == [(1, 1, 0)]
         with reader.read(a_snapshot(1), 0) as (record, plan, memory):
             assert first_fault(memory, record, plan) is None
@@ -74,7 +74,7 @@ def test_what_was_taken_is_committed_though_its_writer_is_gone() -> None:
         slot.memory[:] = some_bytes(PLAN, 1)
         rank.taken(slot, Taken(1))
         rank.close()
-        reader = connect(address, 0, 1)
+        reader = KeeperClient(address, 0, 1)
         assert snapshots(reader) == [(1, 1, 0)]  # waits for what is being examined
         reader.close()
 
@@ -93,7 +93,7 @@ def test_a_dead_keeper_is_noticed_and_another_one_started() -> None:
         rank.close()
         until_gone(first)
         with pytest.raises(KeeperLostError, match="no keeper can be reached"):
-            connect(address, 0, 1)
+            KeeperClient(address, 0, 1)
         ensure_keeper(address, ttl_s=GUARD_S)
         again = a_rank(address, PLAN)
         assert again.pid != first and again.held() == [] and again.last_attempt == 0
@@ -121,7 +121,7 @@ def test_once_there_is_work_its_whole_session_gives_way() -> None:
 @pytest.mark.parametrize("point", ["keeper.lease", "keeper.taken", "keeper.examined", "keeper.committed:2"])
 def test_it_dies_at_the_points_where_faults_are_injected(point: str) -> None:
     with a_host(PHALANX_FAULTS=point) as address:
-        rank = connect(address, 0, 1)
+        rank = KeeperClient(address, 0, 1)
         with pytest.raises(KeeperLostError):
             rank.begin(1, SET, 1)
             rank.lease(PLAN, None, 2, None)
@@ -138,7 +138,7 @@ def test_exactly_one_is_started_however_many_ask() -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; from pathlib import Path; address = Path(sys.argv[1])\n"
         "from phalanx.checkpoint.keeper.keeper_start import ensure_keeper; ensure_keeper(address, ttl_s=60)\n"
-        "from phalanx.checkpoint.keeper.keeper_client import connect; print(connect(address, 0, 1).pid)"
+        "from phalanx.checkpoint.keeper.keeper_client import KeeperClient; print(KeeperClient(address, 0, 1).pid)"
     )
     with a_host() as address:
         end_keeper(address)
@@ -254,7 +254,7 @@ def test_a_later_attempt_shuts_the_earlier_one_out() -> None:
         for held in rank.held():
             with rank.read(held.record.snapshot, 0) as (record, plan, copy):
                 assert first_fault(copy, record, plan) is None
-        late = connect(address, 0, 1)
+        late = KeeperClient(address, 0, 1)
         late.begin(1, SET, 1)
         with pytest.raises(RefusedError, match="attempt 1 is over"):
             late.held()
@@ -283,7 +283,7 @@ def test_a_copy_that_is_being_read_is_not_written_over() -> None:
         rank = a_rank(address, PLAN)
         write(rank, PLAN, 1)
         rank.wait(1, "committed", GUARD_S)
-        reader = connect(address, 0, 1)
+        reader = KeeperClient(address, 0, 1)
         with reader.read(a_snapshot(1), 0) as (_, __, memory):
             write(rank, PLAN, 2)
             rank.wait(2, "committed", GUARD_S)
@@ -304,7 +304,7 @@ def test_a_copy_that_is_being_read_is_not_written_over() -> None:
 def test_memory_that_cannot_be_had_is_a_problem_and_not_a_signal() -> None:
     with a_host() as address:
         huge = a_plan((("w", "trained", 1 << 44),))
-        rank = connect(address, 0, 1)
+        rank = KeeperClient(address, 0, 1)
         rank.begin(1, SET, 1)
         rank.lease(huge, None, 2, None)
         news = []

@@ -10,15 +10,15 @@ from keeper_helpers import SET, a_plan, a_record, a_snapshot, some_bytes
 
 from phalanx.checkpoint.format.run_sums import first_fault
 from phalanx.checkpoint.format.shard_plan import ShardPlan
-from phalanx.checkpoint.keeper import shared_memory
-from phalanx.checkpoint.keeper.snapshot_slots import Cell, MemoryVault, Pin
 from phalanx.checkpoint.keeper_contract import NotBegunError, RefusedError
+from phalanx.checkpoint.snapshot_slots import Cell, Pin, SnapshotMemory
+from phalanx.ipc import shared_memory
 
 PLAN = a_plan()
 LARGER = a_plan((("w", "trained", 5000),))
 
 
-def take(vault: MemoryVault, plan: ShardPlan, step: int, attempt: int = 1, set_id: str = SET) -> int:
+def take(vault: SnapshotMemory, plan: ShardPlan, step: int, attempt: int = 1, set_id: str = SET) -> int:
     number = vault.free(plan.rank)
     assert number is not None
     vault.writing(plan.rank, number)
@@ -30,7 +30,7 @@ def take(vault: MemoryVault, plan: ShardPlan, step: int, attempt: int = 1, set_i
     return number
 
 
-def arrive(vault: MemoryVault, plan: ShardPlan, step: int, attempt: int = 1) -> None:
+def arrive(vault: SnapshotMemory, plan: ShardPlan, step: int, attempt: int = 1) -> None:
     vault.begin(attempt)
     slot = vault.place(plan, a_snapshot(step, attempt))
     content = some_bytes(plan, step, attempt)
@@ -38,12 +38,12 @@ def arrive(vault: MemoryVault, plan: ShardPlan, step: int, attempt: int = 1) -> 
     vault.commit(plan, slot, a_record(plan, content, step, attempt))
 
 
-def steps(vault: MemoryVault) -> list[tuple[int, int]]:
+def steps(vault: SnapshotMemory) -> list[tuple[int, int]]:
     return sorted((held.record.attempt, held.record.step) for held in vault.held())
 
 
 def test_the_older_copy_is_written_over() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     used = [take(vault, PLAN, step) for step in (1, 2, 3)]
     assert used[0] != used[1] and used[2] == used[0]
@@ -51,7 +51,7 @@ def test_the_older_copy_is_written_over() -> None:
 
 
 def test_what_is_taken_over_keeps_what_is_committed() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     first = vault.lease(PLAN, 2)
     take(vault, PLAN, 1)
     vault.end_lease(0)
@@ -64,7 +64,7 @@ def test_what_is_taken_over_keeps_what_is_committed() -> None:
 
 
 def test_copies_of_another_size_go_with_the_second_snapshot_of_the_new_set() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     arrive(vault, a_plan(rank=7), 1)
     take(vault, PLAN, 1)
@@ -83,7 +83,7 @@ def test_copies_of_another_size_go_with_the_second_snapshot_of_the_new_set() -> 
 
 
 def test_a_copy_that_was_cut_off_leaves_the_older_ones() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     take(vault, PLAN, 1)
     number = vault.free(0)
@@ -96,7 +96,7 @@ def test_a_copy_that_was_cut_off_leaves_the_older_ones() -> None:
 
 
 def test_lower_attempts_are_refused() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     number = vault.free(0)
     assert number is not None
@@ -118,7 +118,7 @@ def test_lower_attempts_are_refused() -> None:
 
 
 def test_only_what_was_free_is_written_to() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     newest = take(vault, PLAN, 1)
     other = vault.free(0)
@@ -134,7 +134,7 @@ def test_only_what_was_free_is_written_to() -> None:
 
 
 def test_what_an_attempt_goes_on_from_counts_as_the_newest() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     take(vault, PLAN, 9)
     whole = vault.acquire(a_snapshot(9), 0).cell.number
@@ -147,7 +147,7 @@ def test_what_an_attempt_goes_on_from_counts_as_the_newest() -> None:
 
 
 def test_a_slot_that_a_zombie_may_still_write_to_is_replaced() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     take(vault, PLAN, 1)
     take(vault, PLAN, 2)
@@ -162,11 +162,11 @@ def test_a_slot_that_a_zombie_may_still_write_to_is_replaced() -> None:
 def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: 1000)
     with pytest.raises(OSError, match="slot 0 of rank 0 needs 20000 bytes of memory, and 1000 are available"):
-        MemoryVault().lease(LARGER, 2)
+        SnapshotMemory().lease(LARGER, 2)
 
 
 def test_more_and_fewer_slots() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     take(vault, PLAN, 1)
     take(vault, PLAN, 2)
@@ -178,7 +178,7 @@ def test_more_and_fewer_slots() -> None:
 
 
 def test_fewer_slots_while_a_snapshot_is_examined() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 3)
     number = vault.free(0)
     assert number == 0
@@ -194,7 +194,7 @@ def test_fewer_slots_while_a_snapshot_is_examined() -> None:
 
 
 def test_what_is_only_read_to_its_end_is_not_offered() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     arrive(vault, PLAN, 1)
     pin = vault.acquire(a_snapshot(1), 0)
     vault.begin(2)
@@ -207,7 +207,7 @@ def test_what_is_only_read_to_its_end_is_not_offered() -> None:
 
 
 def test_nothing_at_all_can_be_kept() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     empty = ShardPlan(0, 1, ())
     vault.lease(empty, 2)
     take(vault, empty, 1)
@@ -220,7 +220,7 @@ class Vaults(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vault = MemoryVault()
+        self.vault = SnapshotMemory()
         self.attempt = 1
         self.step = 0
         self.plan = PLAN

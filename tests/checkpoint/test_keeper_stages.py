@@ -20,10 +20,10 @@ from keeper_processes import GUARD_S, a_host, a_rank, snapshots, until, write
 from phalanx.checkpoint.format.run_sums import first_fault
 from phalanx.checkpoint.format.shard_plan import ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper import keeper_server as server_module
-from phalanx.checkpoint.keeper.keeper_client import connect
-from phalanx.checkpoint.keeper.keeper_server import KeeperServer, KeeperServices, Life
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
+from phalanx.checkpoint.keeper.keeper_server import KeeperServer, Life
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
-from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
+from phalanx.checkpoint.keeper.snapshot_stages import KeeperServices
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
@@ -33,6 +33,7 @@ from phalanx.checkpoint.keeper_contract import (
     Replicated,
     SnapshotProgress,
 )
+from phalanx.checkpoint.snapshot_slots import SnapshotMemory
 
 PLANS = [a_plan((("w", "trained", 10_000),), rank, 2) for rank in range(2)]
 NOWHERE = Destination("nowhere")
@@ -101,15 +102,20 @@ def a_loop() -> Iterator[tuple[Path, FakeReplicas, FakePersister, KeeperServer]]
     folder = Path(tempfile.mkdtemp(prefix="keeper"))
     address = folder / "k"
     replicas, persister = FakeReplicas(), FakePersister()
+    made: list[FakePersister] = []
 
-    def make(vault: MemoryVault, notify: Callable[[Replicated], None]) -> FakeReplicas:
+    def make(vault: SnapshotMemory, notify: Callable[[Replicated], None]) -> FakeReplicas:
         replicas.notify = notify
         return replicas
+
+    def make_persister() -> FakePersister:
+        made.append(persister)
+        return persister
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(address))
     listener.listen()
-    server = KeeperServer(listener, KeeperServices(make, lambda: persister), GUARD_S)
+    server = KeeperServer(listener, KeeperServices(make, make_persister), GUARD_S)
 
     def serve() -> None:
         server.run()
@@ -123,7 +129,7 @@ def a_loop() -> Iterator[tuple[Path, FakeReplicas, FakePersister, KeeperServer]]
         end_keeper(address)
         thread.join(GUARD_S)
         shutil.rmtree(folder)
-    assert not thread.is_alive() and persister.is_closed
+    assert not thread.is_alive() and [each.is_closed for each in made] in ([], [True])
 
 
 def test_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +140,7 @@ def test_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
             stranger.settimeout(GUARD_S)
             assert stranger.recv(1) == b""
         with pytest.raises(KeeperLostError, match="another user"):
-            connect(address, 0, 1)
+            KeeperClient(address, 0, 1)
 
 
 def test_the_next_snapshot_waits_until_this_one_is_replicated() -> None:

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keeper_helpers import WIDTHS, a_plan, a_record, a_snapshot, some_bytes
+from support.chunk_sums import chunk_sums
 
-from phalanx.checkpoint.format.run_sums import chunk_sums, first_fault
+from phalanx.checkpoint.format.run_sums import first_fault
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, is_stale, sick_tensors
 from phalanx.checkpoint.keeper.finite_check import BLOCK_BYTES, runs_of
-from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
-from phalanx.checkpoint.keeper.snapshot_verifier import ExamineJob, Examiner, Pace, Rhythm, budget_s, examine
+from phalanx.checkpoint.keeper.snapshot_verifier import ExamineJob, Examiner, Pace, Rhythm, examine
 from phalanx.checkpoint.keeper_contract import Taken
+from phalanx.checkpoint.snapshot_slots import SnapshotMemory
 
 # Larger than a chunk, with pieces that neither begin nor end with one; a frozen weight is `other`.
 ROWS = (("frozen", "other", 999), ("w", "trained", 700_001), ("mask", "other", 300_001), ("m", "optimizer", 900_001))
@@ -143,7 +144,7 @@ def test_one_changed_byte_in_any_layout(counts: list[tuple[str, int]], dtype: st
 
 
 def test_it_commits_what_was_taken_in_the_background() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 2)
     examiner = Examiner(vault)
     told: queue.Queue[Record | None] = queue.Queue()
@@ -165,7 +166,7 @@ def test_it_commits_what_was_taken_in_the_background() -> None:
 
 
 def test_what_cannot_be_examined_is_told_and_its_slot_is_free_again() -> None:
-    vault = MemoryVault()
+    vault = SnapshotMemory()
     vault.lease(PLAN, 1)
     number = vault.free(0)
     assert number is not None
@@ -188,7 +189,11 @@ def test_it_takes_no_more_of_a_core_than_it_needs() -> None:
     assert pace.pause_s(50, 1e-3, now + 1000) > 1e-3
     assert pace.pause_s(0, 1e-3, now - 1) == 0.0
     assert pace.pause_s(50, 1e-3, now + 1000) == 0.0  # nothing is left to be done
-    assert budget_s(0.2) == 0.1 and budget_s(1000) == 1.0 and budget_s(None) == 0.5
+
+
+def test_half_of_the_interval_is_for_examining_and_a_second_at_most() -> None:
+    rhythm = Rhythm()
+    assert [rhythm.budget_s(now_s, persist=False) for now_s in (0.0, 0.2, 1000.2)] == pytest.approx([0.5, 0.1, 1.0])
 
 
 def test_blocks_make_up_chunks() -> None:
@@ -201,8 +206,8 @@ def test_leisure_makes_no_checkpoint_rarer_than_storage_does(asked_s: float, per
     rhythm, now_s, taken_s, examine_s = Rhythm(), 0.0, [], 0.01
     for _ in range(20):
         taken_s.append(now_s)
-        budget = rhythm.beat(now_s, persist=True)
-        rhythm.persisted(persist_s)
+        budget = rhythm.budget_s(now_s, persist=True)
+        rhythm.persist_s = persist_s
         now_s = max(now_s + asked_s, now_s + max(budget, examine_s) + persist_s)
     spacings = [later - earlier for earlier, later in pairwise(taken_s)][2:]
     assert spacings == pytest.approx([max(asked_s, examine_s + persist_s)] * len(spacings))
@@ -210,7 +215,7 @@ def test_leisure_makes_no_checkpoint_rarer_than_storage_does(asked_s: float, per
 
 def test_what_stays_in_memory_is_examined_at_leisure() -> None:
     rhythm = Rhythm()
-    assert rhythm.beat(0.0, persist=True) == 0.5
-    rhythm.persisted(60.0)
-    assert rhythm.beat(1.0, persist=False) == 0.5
-    assert rhythm.beat(2.0, persist=True) == 0.0
+    assert rhythm.budget_s(0.0, persist=True) == 0.5
+    rhythm.persist_s = 60.0
+    assert rhythm.budget_s(1.0, persist=False) == 0.5
+    assert rhythm.budget_s(2.0, persist=True) == 0.0

@@ -195,7 +195,7 @@ def test_what_is_stale_or_sick_is_kept_aside(tmp_path: Path, changes: dict[str, 
         store = open_store(job.folder)
         assert not store.names() and read_latest(store) is None
         [aside] = store.quarantined()
-        assert aside.startswith(why) and json.loads(store.read(aside, "manifest.json"))["step"] == 1
+        assert aside.startswith(why) and json.loads(store.at(aside).read("manifest.json"))["step"] == 1
         job.submit(process, 2, [0, 1])
         assert not problems(collect([process], 4))
     job.require(job.latest())

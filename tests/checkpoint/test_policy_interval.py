@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.interval import HOST_MTBF_S, Failures, IntervalCosts, choose, daly, lost_share, young
+from phalanx.checkpoint.interval import HOST_MTBF_S, IntervalCosts, JobFailures, choose, daly, lost_share, young
 
 FREE = CheckpointConfig(auto=True, every_steps=0)
 HOUR_S = 3600.0
@@ -59,7 +59,7 @@ def test_the_chosen_interval_loses_as_little_as_the_best_of_all_when_played_out(
     costs: IntervalCosts, mtbf_s: float
 ) -> None:
     uptimes_s = np.random.default_rng(7).exponential(mtbf_s, 20_000)
-    chosen = choose(FREE, costs, Failures(given_s=mtbf_s))
+    chosen = choose(FREE, costs, JobFailures(given_s=mtbf_s))
     # What every interval loses alike (restarts, persisting) is left out, or it would hide a bad choice.
     at_least = lost_when_played(0, costs, mtbf_s, uptimes_s)
     tries_s = [steps * costs.step_s for steps in candidates(costs, mtbf_s)]
@@ -71,7 +71,7 @@ def test_the_chosen_interval_loses_as_little_as_the_best_of_all_when_played_out(
 
 @pytest.mark.parametrize(("costs", "mtbf_s"), TABLE)
 def test_the_chosen_interval_is_the_best_one(costs: IntervalCosts, mtbf_s: float) -> None:
-    chosen = choose(FREE, costs, Failures(given_s=mtbf_s))
+    chosen = choose(FREE, costs, JobFailures(given_s=mtbf_s))
     losses = {s: lost_share(s * costs.step_s, costs, mtbf_s) for s in candidates(costs, mtbf_s)}
     best = min(losses, key=losses.__getitem__)
     assert abs(chosen.steps - best) <= max(0.05 * best, 1)
@@ -112,19 +112,19 @@ def test_closed_forms() -> None:
 
 
 def test_the_published_rate_of_a_hundred_hosts() -> None:
-    assert Failures(hosts=128).mtbf_s == pytest.approx(7.9 * HOUR_S, rel=0.15)
+    assert JobFailures(hosts=128).mtbf_s == pytest.approx(7.9 * HOUR_S, rel=0.15)
 
 
 def test_failures_seen_weigh_more_and_more() -> None:
-    mtbf_s = [Failures(4, n, n * HOUR_S).mtbf_s for n in (0, 1, 10, 1000)]
+    mtbf_s = [JobFailures(4, n, n * HOUR_S).mtbf_s for n in (0, 1, 10, 1000)]
     assert mtbf_s == sorted(mtbf_s, reverse=True)
     assert mtbf_s[0] == HOST_MTBF_S / 4
     assert mtbf_s[-1] == pytest.approx(HOUR_S, rel=0.3)
-    assert Failures(1, 0, 1e9).mtbf_s > 1e9
+    assert JobFailures(1, 0, 1e9).mtbf_s > 1e9
 
 
 def test_persisting_is_a_lower_bound() -> None:
-    chosen = choose(FREE, IntervalCosts(1.0, 0.001, 90.0), Failures(given_s=HOUR_S))
+    chosen = choose(FREE, IntervalCosts(1.0, 0.001, 90.0), JobFailures(given_s=HOUR_S))
     assert chosen.steps == 90
     assert chosen.explanation.endswith("a shorter one would lose less, but persisting takes as long")
 
@@ -134,18 +134,20 @@ def test_persisting_is_a_lower_bound() -> None:
 )
 def test_bounds_from_above(bound: dict[str, int], text: str) -> None:
     config = CheckpointConfig(**{"auto": True, "every_steps": 0} | bound)
-    chosen = choose(config, IntervalCosts(0.5, 2.0, 90.0), Failures(given_s=HOUR_S))
+    chosen = choose(config, IntervalCosts(0.5, 2.0, 90.0), JobFailures(given_s=HOUR_S))
     assert chosen.steps == 40
     assert chosen.explanation.endswith(f"; no longer because of {text}, though persisting takes longer")
 
 
 def test_a_person_understands_why() -> None:
-    chosen = choose(FREE, IntervalCosts(0.74, 2.0, 41.0, 300.0), Failures(given_s=7.9 * HOUR_S))
+    chosen = choose(FREE, IntervalCosts(0.74, 2.0, 41.0, 300.0), JobFailures(given_s=7.9 * HOUR_S))
     assert chosen.explanation == (
         "every 454 steps (5m36s): stall 2.0s, persisting 41.0s, one failure per 7h54m (given); "
         "2.36% of the time is expected to be lost"
     )
-    told = choose(FREE, IntervalCosts(0.74, 2.0, 41.0), Failures(hosts=16, seen=2, observed_s=9 * HOUR_S)).explanation
+    told = choose(
+        FREE, IntervalCosts(0.74, 2.0, 41.0), JobFailures(hosts=16, seen=2, observed_s=9 * HOUR_S)
+    ).explanation
     assert "(16 hosts at one per 47d16h each, 2 seen in 9h00m)" in told
 
 
@@ -157,7 +159,7 @@ seconds = st.floats(1e-3, 1e4)
 )
 def test_monotone(step_s: float, stall_s: float, persist_s: float, mtbf_s: float, factor: float) -> None:
     def steps(stall: float, persist: float, mtbf: float) -> int:
-        return choose(FREE, IntervalCosts(step_s, stall, persist), Failures(given_s=mtbf)).steps
+        return choose(FREE, IntervalCosts(step_s, stall, persist), JobFailures(given_s=mtbf)).steps
 
     here = steps(stall_s, persist_s, mtbf_s)
     assert here >= 1

@@ -17,11 +17,10 @@ from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.snapshot_schedule import (
     FREE,
     MEMORY_ONLY,
-    KeepingUp,
     Moment,
-    SnapshotAgenda,
+    SnapshotSchedule,
+    StoragePace,
     durable_due,
-    snapshot_due,
 )
 
 BEGIN = Moment(0, 0.0)
@@ -68,21 +67,24 @@ def test_auto_and_its_bounds() -> None:
 def test_no_step_no_checkpoint() -> None:
     config = CheckpointConfig(every_steps=1, every_s=1.0, auto=True, memory_every_steps=1)
     assert not durable_due(config, Moment(5, 100.0), Moment(5, 0.0), 1)
-    assert not snapshot_due(config, Moment(5, 100.0), Moment(5, 0.0), Moment(5, 0.0), 1)
+    clock_s = iter([0.0, *[100.0] * 9])
+    schedule = SnapshotSchedule(config, AutoInterval(config), decides=True, clock=lambda: next(clock_s))
+    schedule.begin(5)
+    assert schedule.vote(5, FREE) == MEMORY_ONLY
+    assert not schedule.decide(5, MEMORY_ONLY).take
 
 
 def test_snapshots_between_durable_ones() -> None:
     config = CheckpointConfig(every_steps=6, memory_every_steps=4)
-    last = last_durable = BEGIN
-    told = []
+    schedule = SnapshotSchedule(config, AutoInterval(config), decides=True, clock=lambda: 0.0)
+    schedule.begin(0)
+    taken = []
     for step in range(1, 13):
-        now = Moment(step, 0.0)
-        durable = durable_due(config, now, last_durable)
-        if snapshot_due(config, now, last, last_durable):
-            last = now
-            last_durable = now if durable else last_durable
-            told.append((step, durable))
-    assert told == [(4, False), (6, True), (8, False), (12, True)]
+        if schedule.needs_agreement(step):
+            assert schedule.decide(step, FREE).take
+            taken.append((step, schedule.decide(step, FREE).persist))
+            schedule.note_taken(step, persist=taken[-1][1])
+    assert taken == [(4, False), (6, True), (8, False), (12, True)]
 
 
 @given(every=st.integers(1, 50), busy_share=st.floats(0, 0.9), seed=st.integers(0, 10**6))
@@ -104,8 +106,8 @@ class Disk:
 
     def __init__(self, config: CheckpointConfig, step_s: float, persist_s: Callable[[int], float]) -> None:
         self._now_s, self._step_s, self._persist_s = 0.0, step_s, persist_s
-        self.agenda = SnapshotAgenda(config, AutoInterval(config), decides=True, clock=lambda: self._now_s)
-        self.agenda.begin(0)
+        self.schedule = SnapshotSchedule(config, AutoInterval(config), decides=True, clock=lambda: self._now_s)
+        self.schedule.begin(0)
         self._until_s = self._began_s = 0.0
         self._is_busy = False
         self.begun: list[int] = []
@@ -117,13 +119,13 @@ class Disk:
             self._now_s += self._step_s
             if self._is_busy and self._now_s >= self._until_s:
                 self._is_busy = False
-                self.agenda.durable(0.0, self._until_s - self._began_s)
-                self.told += filter(None, [self.agenda.keeping_up.news()])
-            if not self.agenda.asks(step):
+                self.schedule.note_durable(0.0, self._until_s - self._began_s)
+                self.told += filter(None, [self.schedule.pace.new_explanation()])
+            if not self.schedule.needs_agreement(step):
                 continue
             state = MEMORY_ONLY if self._is_busy else FREE
-            if self.agenda.decide(step, self.agenda.says(step, state)).persist:
-                self.agenda.took(step, persist=True)
+            if self.schedule.decide(step, self.schedule.vote(step, state)).persist:
+                self.schedule.note_taken(step, persist=True)
                 self._is_busy, self._began_s = True, self._now_s
                 self._until_s = self._now_s + self._persist_s(len(self.begun))
                 self.begun.append(step)
@@ -163,15 +165,15 @@ def test_what_storage_keeps_up_with_is_said_once() -> None:
     begun = disk.train(200)
     assert [later - earlier for earlier, later in pairwise(begun)] == [19] * (len(begun) - 1)
     line = "a checkpoint takes 4.1s; every_steps = 5 asks for one every 1.1s: about every 19th step becomes durable"
-    assert disk.told == [line] == [disk.agenda.keeping_up.explanation]
+    assert disk.told == [line] == [disk.schedule.pace.explanation]
 
 
 def test_a_last_step_that_is_tried_again_is_one() -> None:
-    pace = KeepingUp(CheckpointConfig(every_steps=5))
+    pace = StoragePace(CheckpointConfig(every_steps=5))
     for clock_s in range(5):
-        pace.took(Moment(3, float(clock_s)))
-        pace.durable(1.0)
-    assert pace.news() == pace.explanation == ""
+        pace.note_begun(Moment(3, float(clock_s)))
+        pace.note_durable(1.0)
+    assert pace.new_explanation() == pace.explanation == ""
 
 
 def test_it_is_said_again_when_storage_becomes_much_slower_and_not_when_it_keeps_up() -> None:
@@ -180,7 +182,7 @@ def test_it_is_said_again_when_storage_becomes_much_slower_and_not_when_it_keeps
     disk = Disk(config, 0.2, lambda number: took_s[number] if number < len(took_s) else 0.5)
     begun = disk.train(4000)
     assert [line.partition(";")[0] for line in disk.told] == ["a checkpoint takes 4.0s", "a checkpoint takes 16.0s"]
-    assert disk.agenda.keeping_up.explanation == ""
+    assert disk.schedule.pace.explanation == ""
     assert begun[-200:] == list(range(4000 - 199 * 5, 4001, 5))
 
 
@@ -195,4 +197,4 @@ def test_seconds_that_storage_does_not_keep_up_with() -> None:
 def test_nothing_is_said_where_nothing_is_late(settings: dict[str, Any]) -> None:
     disk = Disk(CheckpointConfig(**settings), 0.2, lambda number: 0.9)
     disk.train(500)
-    assert disk.told == [] and disk.agenda.keeping_up.explanation == ""
+    assert disk.told == [] and disk.schedule.pace.explanation == ""

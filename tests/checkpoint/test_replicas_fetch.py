@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 from replica_helpers import GUARD_S, SECRET, SET_ID, SIZE_BYTES, Host, cut_at, flip_bit_at, hosts, make_plan, proxy, put
+from support.chunk_sums import chunk_sums
 
-from phalanx.checkpoint.format.run_sums import chunk_sums
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import (
     DamagedError,
     PeerCopies,
-    describe_held,
     fetch,
     list_held,
 )
@@ -47,7 +46,8 @@ def peer(host: Host, content: bytes) -> Endpoint:
 def test_what_is_held_can_be_listed(peer: Endpoint) -> None:
     (held,) = list_held(peer, SECRET)
     assert (held.record.snapshot, held.record.rank, held.is_replica) == (SNAPSHOT, 0, False)
-    assert describe_held(peer, SECRET, SNAPSHOT, 0) == (held.record, make_plan(0))
+    with PeerCopies(SECRET).open(peer, SNAPSHOT, 0) as copy:
+        assert (copy.record, copy.plan) == (held.record, make_plan(0))
 
 
 def test_a_shard_comes_straight_into_memory_given_or_made(peer: Endpoint, content: bytes) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from replica_helpers import GUARD_S, SECRET, Host, hosts, make_plan, put, read, steps
@@ -16,12 +15,11 @@ from replica_helpers import GUARD_S, SECRET, Host, hosts, make_plan, put, read, 
 from phalanx.checkpoint.format.run_sums import first_fault
 from phalanx.checkpoint.keeper_contract import Endpoint
 
-SCRIPT = Path(__file__).with_name("replica_process.py")
-
 
 @contextmanager
 def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    script = f"import sys; sys.path[:] = {sys.path!r}; from replica_process import main; main()"
+    command = [sys.executable, "-c", script, *map(str, arguments)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     try:

@@ -17,7 +17,7 @@ from thread_ranks import ThreadPeers, succeed
 from torch import Tensor
 
 from phalanx.checkpoint.format.shard_plan import ShardPlan
-from phalanx.checkpoint.keeper.keeper_client import KeeperClient, connect
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper_contract import Taken
 from phalanx.checkpoint.replicas.fetch import PeerCopies
 from phalanx.checkpoint.restoring.restore import Restored, restore
@@ -40,7 +40,7 @@ def two_ranks(tensors: dict[str, Tensor], replicated: bool) -> Iterator[tuple[li
 
     plans = succeed(2, plan)
     with a_host(PHALANX_INTERFACE="lo") as here, a_host(PHALANX_INTERFACE="lo") as there:
-        keepers = [connect(address, rank, 2) for rank, address in enumerate((here, there))]
+        keepers = [KeeperClient(address, rank, 2) for rank, address in enumerate((here, there))]
         slots = []
         for keeper, (each, set_id) in zip(keepers, plans, strict=True):
             keeper.begin(1, set_id, 2)

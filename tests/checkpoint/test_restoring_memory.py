@@ -17,9 +17,9 @@ from restoring_helpers import (
     some_tensors,
     take,
 )
+from support.chunk_sums import chunk_sums
 
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.format.run_sums import chunk_sums
 from phalanx.core.layout import Layout
 
 LAYOUTS = [Layout(), Layout(replicate=2), Layout(replicate=4), Layout(replicate=2, tensor=2), Layout(replicate=8)]

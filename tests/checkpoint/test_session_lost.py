@@ -18,15 +18,15 @@ import psutil
 import pytest
 import torch
 from keeper_processes import GUARD_S, a_host, until, until_gone
+from support.open_checkpoint import open_checkpoint
 from thread_ranks import ThreadPeers, succeed
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.keeper.keeper_client import KeeperClient, connect
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.background_session import Session
 from phalanx.checkpoint.session.open_session import open_session
-from phalanx.checkpoint.session.snapshot_outcomes import Event
+from phalanx.checkpoint.session.snapshot_outcomes import SnapshotEvent
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 
@@ -49,7 +49,7 @@ class Rank:
 
         def link() -> KeeperClient:
             ensure_keeper(address, ttl_s=GUARD_S, environ=os.environ | {"PHALANX_KEEPER": str(address)})
-            return connect(address, peers.rank, peers.size)
+            return KeeperClient(address, peers.rank, peers.size)
 
         self.session: Session = open_session(
             str(folder), config, peers=peers, report=self.lines.append, host=f"host {peers.rank}", connect=link
@@ -194,7 +194,7 @@ def test_the_last_checkpoint_is_taken_again(tmp_path: Path, hosts: list[Path]) -
         rank.step(2, ending=True)
         if rank.peers.rank == 1:
             killer.join()
-        ended: list[Event] = []
+        ended: list[SnapshotEvent] = []
         until(lambda: ended.extend(rank.session.events()) or not rank.session.is_under_way)  # replicas may come later
         last = ended[-1]
         assert (last.step, last.name) == (2, "step-00000002")

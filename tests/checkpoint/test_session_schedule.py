@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.interval import AutoInterval
-from phalanx.checkpoint.snapshot_schedule import BUSY, FREE, MEMORY_ONLY, RENEWED, SnapshotAgenda
+from phalanx.checkpoint.snapshot_schedule import BUSY, FREE, MEMORY_ONLY, RENEWED, SnapshotSchedule
 
 RANKS = 3
 states = st.lists(st.sampled_from([FREE, FREE, MEMORY_ONLY, BUSY, RENEWED]), min_size=RANKS, max_size=RANKS)
@@ -24,35 +24,35 @@ def test_all_ranks_decide_alike(
 ) -> None:
     config = CheckpointConfig(every_steps=every_steps, memory_every_steps=memory_every_steps, every_s=every_s)
     clock = [0.0] * RANKS
-    agendas = [
-        SnapshotAgenda(config, AutoInterval(config), decides=rank == 0, clock=lambda rank=rank: clock[rank])  # type: ignore[misc]
+    schedules = [
+        SnapshotSchedule(config, AutoInterval(config), decides=rank == 0, clock=lambda rank=rank: clock[rank])  # type: ignore[misc]
         for rank in range(RANKS)
     ]
-    for agenda in agendas:
-        agenda.begin(0)
+    for schedule in schedules:
+        schedule.begin(0)
     for step, (told, seconds) in enumerate(course, 1):
         for rank in range(RANKS):
             clock[rank] += seconds * (1 + rank)  # every rank has a clock of its own
-        asks = {agenda.asks(step) for agenda in agendas}
+        asks = {schedule.needs_agreement(step) for schedule in schedules}
         assert len(asks) == 1
         if not asks.pop():
             continue
-        agreed = max(agenda.says(step, state) for agenda, state in zip(agendas, told, strict=True))
-        decisions = {agenda.decide(step, agreed)[:2] for agenda in agendas}
+        agreed = max(schedule.vote(step, state) for schedule, state in zip(schedules, told, strict=True))
+        decisions = {schedule.decide(step, agreed)[:2] for schedule in schedules}
         [(take, persist)] = decisions
         assert take or not persist
         assert not take or max(told) <= MEMORY_ONLY
         assert not persist or max(told) == FREE
         if take:
-            for agenda in agendas:
-                agenda.took(step, persist=persist)
+            for schedule in schedules:
+                schedule.note_taken(step, persist=persist)
 
 
 def test_durable_ones_skipped_for_good_are_counted() -> None:
     config = CheckpointConfig(every_steps=10)
-    agenda = SnapshotAgenda(config, AutoInterval(config), decides=True)
-    agenda.begin(5)
-    agenda.took(10, persist=True)
-    agenda.took(43, persist=True)
-    agenda.took(50, persist=True)
-    assert agenda.skipped == 2
+    schedule = SnapshotSchedule(config, AutoInterval(config), decides=True)
+    schedule.begin(5)
+    schedule.note_taken(10, persist=True)
+    schedule.note_taken(43, persist=True)
+    schedule.note_taken(50, persist=True)
+    assert schedule.skipped == 2

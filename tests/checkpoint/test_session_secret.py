@@ -14,7 +14,7 @@ from thread_ranks import Exchange, ThreadPeers, run_ranks
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.session.background_session import Session
-from phalanx.checkpoint.session.open_session import agree, disagreement, given_secret, mark_of, open_session
+from phalanx.checkpoint.session.open_session import agree_on_secret, disagreement, given_secret, mark_of, open_session
 from phalanx.core.errors import UserError
 from phalanx.ipc.handshake import VARIABLE, derive, hand_out, read_job_secret
 
@@ -66,7 +66,7 @@ class Opened:
                 host=f"host-{rank}",
                 connect=lambda: self.keepers[rank],
             )
-            session._neighbours.exchange()
+            session._replica_peer.exchange()
             return session
 
         self.sessions = run_ranks(2, body)
@@ -96,7 +96,7 @@ def given(private: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
 def test_keepers_use_what_was_handed_out_and_ranks_do_not_say_it(tmp_path: Path, given: bytes) -> None:
     opened = Opened(tmp_path / "checkpoints")
     assert not any(isinstance(session, BaseException) for session in opened.sessions)
-    assert all(session.job.replicated for session in opened.sessions)  # type: ignore[union-attr]
+    assert all(session.job.secret for session in opened.sessions)  # type: ignore[union-attr]
     first, second = (keeper.secret for keeper in opened.keepers)
     assert first is not None and first == second != given
     for secret in (first, given, bytes.fromhex(given.hex())):
@@ -111,7 +111,7 @@ def test_without_a_secret_replicas_are_off_which_is_said_once_with_the_cure(
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     opened = Opened(tmp_path / "checkpoints")
-    assert not any(session.job.replicated for session in opened.sessions)  # type: ignore[union-attr]
+    assert not any(session.job.secret for session in opened.sessions)  # type: ignore[union-attr]
     assert [keeper.secret for keeper in opened.keepers] == [None, None]
     (line,) = [line for lines in opened.lines for line in lines if "replicas are off" in line]
     cures = ("phalanx run", VARIABLE, "chmod 600", "checkpoint.insecure_replicas=true")
@@ -131,7 +131,7 @@ def test_insecure_replicas_have_a_secret_all_the_same_which_who_listens_does_not
 
 def test_all_ranks_agree_on_one_secret() -> None:
     for size in (1, 2, 5):
-        found = run_ranks(size, agree)
+        found = run_ranks(size, agree_on_secret)
         assert len(set(found)) == 1
         assert isinstance(found[0], bytes) and len(found[0]) == 32
 
@@ -140,7 +140,7 @@ def test_on_one_host_nothing_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv(VARIABLE, raising=False)
     lines: list[str] = []
     session = open_session(str(tmp_path / "c"), CheckpointConfig(), report=lines.append, connect=FakeKeeper)
-    assert not session.job.replicated
+    assert not session.job.secret
     assert lines == []
 
 

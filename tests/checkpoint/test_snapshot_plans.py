@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from checkpoint_helpers import assert_equal, blank, make_tensors
 from planned_files import elements, file_content, round_tripped, slot, write_folder
+from support.open_checkpoint import newest, open_checkpoint
 from thread_ranks import ThreadPeers, run_ranks, succeed
 from torch import Tensor
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan, set_id
-from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.snapshot_plans import make_plans
 from phalanx.core.errors import UserError

@@ -30,17 +30,17 @@ from storage_helpers import (  # noqa: F401
     s3_place_fixture,
     s3_server_fixture,
 )
+from support.open_checkpoint import newest, open_checkpoint
 from thread_ranks import ThreadPeers, succeed
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.format.checkpoint_files import EVALUATION, Evaluation
+from phalanx.checkpoint.format.checkpoint_files import EVALUATION, Evaluation, FolderFiles
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage import latest as pointer
 from phalanx.checkpoint.storage import object_streams
-from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
+from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim, read_latest
 from phalanx.checkpoint.storage.retention import prune
@@ -128,7 +128,7 @@ def test_the_reader_of_archives_does_not_hide_what_failed(
     assert not isinstance(refused.value, DamagedCheckpointError) and "damaged" not in told
     assert told == []
     with pytest.raises(UserError, match=words) as refused:
-        found = open_checkpoint(Stored(store, name), verify=False)
+        found = open_checkpoint(store.at(name), verify=False)
         found.read()
     assert not isinstance(refused.value, DamagedCheckpointError)
     gate.reset()
@@ -141,11 +141,11 @@ def test_ranges_that_are_answered_with_all_are_an_error_that_names_the_store(
     store, names = two(s3_place, files)
     assert s3_place.gate is not None
     s3_place.gate.ranges = "ignored"
-    with store.open(names[1], "__0_0.distcp") as file:
+    with store.at(names[1]).open("__0_0.distcp") as file:
         file.seek(100)
         with pytest.raises(StoreFailedError, match=r"answers ranges with all of an object.*__0_0\.distcp"):
             file.read(50)
-    assert store.read(names[1], "manifest.json") == files[2]["manifest.json"], "all was asked for"
+    assert store.at(names[1]).read("manifest.json") == files[2]["manifest.json"], "all was asked for"
 
 
 def test_an_object_that_is_shorter_than_it_was_is_damaged(s3_place: Place, files: dict[int, dict[str, bytes]]) -> None:
@@ -258,7 +258,7 @@ def test_an_upload_whose_last_answer_the_server_loses_is_whole(
     entry = store.write(area, "big", [bytes(range(256)) * (12 * MB // 256)])
     assert lost
     gate.reset()
-    assert store.size_bytes(area, "big") == entry.size_bytes == 12 * MB
+    assert store.at(area).size_bytes("big") == entry.size_bytes == 12 * MB
     assert fsspec.filesystem("s3", **s3_place.options).list_multipart_uploads("bucket") == []
 
 
@@ -280,7 +280,7 @@ def test_a_server_that_asks_to_slow_down_while_a_checkpoint_is_written(
     gate.watch = watch
     name = put(store, 2, 1, files[2] | {"big": bytes(12 * MB)})
     gate.reset()
-    assert store.size_bytes(name, "big") == 12 * MB
+    assert store.at(name).size_bytes("big") == 12 * MB
     gate.refusal, gate.refused_methods = SLOW_DOWN, ("POST",)
     area = store.begin(3, 1, "aa")
     with pytest.raises(OSError, match=r"503 SlowDown: Please reduce your request rate\..*/big'"):
@@ -381,11 +381,15 @@ def test_another_number_of_ranks_restores_what_two_wrote(s3_place: Place, tmp_pa
 def test_what_fails_on_a_local_disk_counts_as_damage_as_ever(
     tmp_path: Path, files: dict[int, dict[str, bytes]]
 ) -> None:
-    class Bad(LocalStore):
-        def open(self, name: str, file: str) -> Any:
-            if name == "step-00000002" and file.endswith("distcp"):
+    class BadFiles(FolderFiles):
+        def open(self, file: str) -> Any:
+            if self.name == "step-00000002" and file.endswith("distcp"):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), file)
-            return super().open(name, file)
+            return super().open(file)
+
+    class Bad(LocalStore):
+        def at(self, name: str) -> FolderFiles:
+            return BadFiles(self.path / name)
 
     store, told = Bad(tmp_path), list[str]()
     for step in (1, 2):

@@ -23,11 +23,11 @@ from storage_helpers import (  # noqa: F401
     s3_server_fixture,
 )
 from support.odd_files import ODD_FILES
+from support.open_checkpoint import Checkpoint, newest, open_checkpoint
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
-from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
+from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim, read_latest
 from phalanx.checkpoint.storage.retention import prune
@@ -110,7 +110,7 @@ def test_a_manifest_of_another_step_than_its_name_says_is_refused(
     words = (names[1], "manifest.json is of step 3, and the name says 2", "trying the one before")
     assert step_of(restored(store, words)) == 1
     with pytest.raises(DamagedCheckpointError, match="is of step 3"):
-        open_checkpoint(Stored(store, names[1]))
+        open_checkpoint(store.at(names[1]))
 
 
 HARMS: dict[str, tuple[str, Any, str]] = {
@@ -172,7 +172,7 @@ def test_harm_to_the_latest_is_seen_and_the_one_before_taken(
     place.change(names[1], file, change)
     assert step_of(restored(store, (names[1], "is damaged", reason, "trying the one before"))) == 1
     with pytest.raises(DamagedCheckpointError, match=names[1]):
-        open_checkpoint(Stored(store, names[1]))
+        open_checkpoint(store.at(names[1]))
 
 
 @pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
@@ -186,7 +186,7 @@ def test_harm_to_what_the_latest_does_without_is_said_and_it_is_used(
     place.change(names[1], file, change)
     assert step_of(restored(store, (names[1], reason, "used all the same"))) == 2
     with pytest.raises(DamagedCheckpointError, match=names[1]):
-        open_checkpoint(Stored(store, names[1]))
+        open_checkpoint(store.at(names[1]))
     place.change(names[0], "SHA256SUMS", lambda content: flipped(content, 3))
     place.change(names[1], "__0_0.distcp", flipped)  # the one before, of whose manifest nobody knows the checksum
     told: list[str] = []

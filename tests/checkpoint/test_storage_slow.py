@@ -19,7 +19,7 @@ from torch import nn
 
 from phalanx.checkpoint import Checkpointer
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
-from phalanx.checkpoint.session.snapshot_outcomes import Event
+from phalanx.checkpoint.session.snapshot_outcomes import SnapshotEvent
 from phalanx.checkpoint.storage.latest import read_latest
 
 BYTES_PER_S = 1e6
@@ -49,7 +49,7 @@ class Training:
             memory_slots=SLOTS,
             storage_options=place.options,
         )
-        self.events: list[Event] = []
+        self.events: list[SnapshotEvent] = []
         self.step = 0
 
     def go_on(self, *, ending: bool = False) -> None:
@@ -59,7 +59,7 @@ class Training:
         self.optimizer.step()
         time.sleep(STEP_S)
         self.checkpoints.step(self.step, ending=ending)
-        self.events += self.checkpoints._saving.events()
+        self.events += self.checkpoints._session.events()
 
 
 class SlowUploads:

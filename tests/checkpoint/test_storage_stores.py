@@ -50,18 +50,18 @@ def test_from_an_area_to_a_checkpoint(place: Place) -> None:
     name = store.publish(area, 12)
     assert store.names() == other.names() == [name]
     assert other.files(name) == [SUMS, "__1_0.distcp", MANIFEST]
-    assert other.read(name, SUMS) == b"ab"
-    assert other.size_bytes(name, "__1_0.distcp") == len(content)
-    assert other.identity(name)
+    assert other.at(name).read(SUMS) == b"ab"
+    assert other.at(name).size_bytes("__1_0.distcp") == len(content)
+    assert other.at(name).identity()
     reading_anywhere(other, name, content)
     other.delete(name)
     assert store.names() == store.files(name) == []
-    assert not store.identity(name)
+    assert not store.at(name).identity()
 
 
 def reading_anywhere(store: Store, name: str, content: bytes) -> None:
     chance = random.Random(1)
-    with store.open(name, "__1_0.distcp") as file:
+    with store.at(name).open("__1_0.distcp") as file:
         for _ in range(30):
             start = chance.randrange(len(content))
             file.seek(start)
@@ -77,9 +77,10 @@ def reading_anywhere(store: Store, name: str, content: bytes) -> None:
 def test_what_is_not_there(place: Place) -> None:
     store = place.open()
     name = tiny(store, 5)
-    for read in (store.read, store.size_bytes, store.open):
+    files = store.at(name)
+    for read in (files.read, files.size_bytes, files.open):
         with pytest.raises(FileNotFoundError, match=r"absent\.distcp"):
-            read(name, "absent.distcp")
+            read("absent.distcp")
     with pytest.raises(FileNotFoundError, match="latest-1"):
         store.get("latest-1")
     store.remove("latest-1")
@@ -92,7 +93,7 @@ def test_names_that_are_paths_are_refused(place: Place, file: str) -> None:
     area = store.begin(1, 1, "aa")
     for use in (
         lambda: store.write(area, file, [b""]),
-        lambda: store.read(area, file),
+        lambda: store.at(area).read(file),
         lambda: store.create(file, b""),
     ):
         with pytest.raises(ValueError, match="plain file name"):
@@ -164,7 +165,7 @@ def test_in_many_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     area = store.begin(1, 1, "aa")
     entry = store.write(area, "big", [content[:7], content[7 : 6 << 20], content[6 << 20 :]])
     assert entry.sha256 == hashlib.sha256(content).hexdigest()
-    assert store.read(area, "big") == content
+    assert store.at(area).read("big") == content
     store.discard(area)
 
 
@@ -197,7 +198,7 @@ def test_kept_aside(place: Place) -> None:
     assert store.quarantined() == [kept[2], kept[1], kept[0]]
     store.clean(99)
     assert len(store.names()) == 1
-    assert store.read(kept[2], "__0_0.distcp") == b"x" * 10
+    assert store.at(kept[2]).read("__0_0.distcp") == b"x" * 10
     store.delete(kept[0])
     assert store.quarantined() == [kept[2], kept[1]]
     assert store.files(kept[0]) == []
@@ -282,7 +283,7 @@ def test_killed_the_former_or_the_new_one_is_there(tmp_path: Path, stage: str) -
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), stage], check=False).returncode
     assert ended == -signal.SIGKILL
     is_new = stage == "checkpoint.after-rename"
-    assert (store.read("step-00000001", MANIFEST) == b"new") == is_new
+    assert (store.at("step-00000001").read(MANIFEST) == b"new") == is_new
     area = store.begin(1, 1, "aa")  # what is left of the same name is taken over
     assert store.files(area) == []
     store.discard(area)
@@ -311,7 +312,7 @@ def test_a_sleeper_gives_back_what_it_replaced(
     with pytest.raises(SupersededError, match="attempt 2 is in charge"):
         sleeper.publish(area, 1)
     sleeper.discard(area)
-    assert living.read("step-00000001", MANIFEST) == b"manifest.json of 1"
+    assert living.at("step-00000001").read(MANIFEST) == b"manifest.json of 1"
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001"]
 
 
@@ -365,7 +366,7 @@ def test_every_third_request_fails(s3_place: Place, monkeypatch: pytest.MonkeyPa
     store.write(area, MANIFEST, [b"{}"])
     store.write(area, SUMS, [b"x"])
     name = store.publish(area, 1)
-    assert store.read(name, "big") == content
+    assert store.at(name).read("big") == content
     assert store.create("latest-1", b"x")
     assert not store.create("latest-1", b"y")
     store.delete(name)
@@ -378,7 +379,7 @@ def test_a_server_that_always_fails_is_named(s3_place: Place) -> None:
     assert s3_place.gate is not None
     s3_place.gate.fail_every = 1
     with pytest.raises(OSError, match=r"Service Unavailable: .*/step-00000001\.a1-aa/manifest\.json'"):
-        store.read(name, MANIFEST)
+        store.at(name).read(MANIFEST)
     with pytest.raises(OSError, match=r"/step-00000002\.a1-aa/part'"):
         store.write("step-00000002.a1-aa", "part", [b"x"])
 
@@ -399,7 +400,7 @@ def test_little_more_is_read_than_asked_for(s3_place: Place) -> None:
     store.write(area, "big", [content])
     assert s3_place.gate is not None
     s3_place.gate.sent_bytes = 0
-    with store.open(area, "big") as file:
+    with store.at(area).open("big") as file:
         for start in range(0, 16 << 20, 4 << 20):  # as an archive is read: its end, its beginning, its elements
             for at, count in ((start + (4 << 20) - 300, 300), (start, 500), (start + 500, (4 << 20) - 800)):
                 file.seek(at)
@@ -436,3 +437,28 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("s3://bucket/run")
     with pytest.raises(UserError, match=r"gs:// needs a package .*gcsfs"):
         open_store("gs://bucket/run")
+
+
+def test_a_reader_that_takes_a_fresh_lock_for_a_leftover_does_not_refuse_its_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has the lock before the writer has locked it, and removes the file while the writer tries again."""
+    aside = tmp_path / f"{folders.WRITING}step-00000001-abc"
+    real, readers = folders.try_lock, []
+
+    def try_lock(descriptor: int) -> bool | None:
+        if not readers:
+            readers.append(os.open(f"{aside}.lock", os.O_RDWR))
+            assert real(readers[0])
+        return real(descriptor)
+
+    def reader_goes_on(_seconds: float) -> None:
+        Path(f"{aside}.lock").unlink()
+        os.close(readers[0])
+
+    monkeypatch.setattr(folders, "try_lock", try_lock)
+    monkeypatch.setattr(folders.time, "sleep", reader_goes_on)
+    held = folders.hold(aside)
+    with pytest.raises(FileExistsError):
+        folders.hold(aside)  # a living writer is refused as before
+    folders.release(aside, held)

@@ -24,21 +24,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from persist_helpers import Job
 from storage_helpers import Place, put, s3_place_fixture, s3_server_fixture  # noqa: F401
+from support.open_checkpoint import newest
 from thread_ranks import ThreadPeers, succeed
 
-from phalanx.checkpoint.format.checkpoint_files import Span, examine
+from phalanx.checkpoint.format.checkpoint_files import FolderFiles, Span, examine
 from phalanx.checkpoint.format.run_sums import RUN_BYTES
 from phalanx.checkpoint.keeper_contract import PersistOutcome
 from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.publication import Endings, NotPublishedError, Writing, await_end
-from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.session.blocking_session import save
-from phalanx.checkpoint.storage import object_requests, object_streams
-from phalanx.checkpoint.storage.checkpoint_store import Stored
+from phalanx.checkpoint.storage import object_streams
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.object_streams import Ahead
+from phalanx.core import object_requests
 from phalanx.core.errors import UserError
 from phalanx.core.fault_points import NO_POINTS
 from phalanx.core.layout import Shard
@@ -113,7 +113,7 @@ def test_what_is_read_is_fetched_once_and_nothing_beside_it(s3_place: Place, tmp
     store, rows = s3_place.open(), 6 * RUN_BYTES // 1024
     name = put(store, 1, 1, checkpoint_of(tmp_path, 2, rows))
     assert s3_place.gate is not None
-    small = sum(store.sizes(name)[file] for file in (".metadata", "manifest.json", "SHA256SUMS"))
+    small = sum(store.at(name).sizes()[file] for file in (".metadata", "manifest.json", "SHA256SUMS"))
     pointer = 2 * 4096
     for first, wanted in ((0, 2 * rows), (rows // 2, rows)):
         s3_place.gate.sent_bytes = 0
@@ -163,10 +163,10 @@ def test_looking_into_a_checkpoint_is_a_listing(s3_place: Place, tmp_path: Path)
     name = put(store, 1, 1, checkpoint_of(tmp_path, 24, 4))
     seen: list[tuple[str, str]] = []
     with watched(s3_place, lambda method, path: seen.append((method, path))):
-        examine(Stored(store, name), checksums=False)
+        examine(store.at(name), checksums=False)
     assert len(seen) < 10
     with watched(s3_place, Together(object_streams.STREAMS, tensor_reads).watch):
-        examine(Stored(store, name))
+        examine(store.at(name))
 
 
 def test_parts_are_sent_several_at_a_time_and_no_more_is_in_memory(
@@ -196,7 +196,7 @@ def test_parts_are_sent_several_at_a_time_and_no_more_is_in_memory(
     assert together.most == 3
     assert ahead[0] <= 4 * 5 + 1, "three parts are sent and one is filled"
     assert entry.sha256 == hashlib.sha256(content).hexdigest()
-    assert store.read(area, "big") == content
+    assert store.at(area).read("big") == content
 
 
 def test_very_long_objects_have_longer_parts_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_each_part_has_its_own_tries(s3_place: Place, monkeypatch: pytest.Monkey
     gate.refusal = ()
     assert tries["PUT"] > 4
     assert entry.size_bytes == len(content)
-    assert store.read(area, "big") == content
+    assert store.at(area).read("big") == content
 
 
 def test_a_part_that_fails_for_good_leaves_nothing(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_an_upload_whose_last_answer_was_lost_is_whole(s3_place: Place, monkeypa
 
     monkeypatch.setattr(fs, "call_s3", losing)
     area = store.begin(1, 1, "aa")
-    assert store.write(area, "big", [bytes(12 * MB)]).size_bytes == 12 * MB == store.size_bytes(area, "big")
+    assert store.write(area, "big", [bytes(12 * MB)]).size_bytes == 12 * MB == store.at(area).size_bytes("big")
     assert lost
 
 
@@ -283,13 +283,13 @@ def test_a_request_that_hangs_is_given_up_and_made_again(
     with watched(s3_place, watch):
         try:
             if method == "GET":
-                assert store.read(area, "there") == b"content"
+                assert store.at(area).read("there") == b"content"
             else:
                 store.write(area, "new", [b"content"])
         finally:
             answered.set()
     assert hung
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < GUARD_S  # which the first answer would take
 
 
 def test_a_request_that_always_hangs_is_an_error_that_names_the_object(
@@ -302,7 +302,7 @@ def test_a_request_that_always_hangs_is_an_error_that_names_the_object(
     answered = threading.Event()
     with watched(s3_place, lambda method, path: None if method != "GET" else bool(answered.wait(GUARD_S)) and None):
         with pytest.raises(OSError, match=r"no answer within 0 s.*there"):
-            store.read(area, "there")
+            store.at(area).read("there")
         answered.set()
 
 
@@ -405,14 +405,21 @@ def test_each_further_rank_of_a_save_asks_for_little(s3_place: Place, tmp_path: 
     assert (many - few) / 6 <= 12
 
 
-class Looked(LocalStore):
+class Listed(FolderFiles):
     """Counts looks at whole areas."""
 
-    listings = looks = 0
+    listings: list[Path] = []  # noqa: RUF012
 
-    def sizes(self, name: str) -> Any:
-        self.listings += 1
-        return super().sizes(name)
+    def sizes(self) -> Any:
+        self.listings.append(self.path)
+        return super().sizes()
+
+
+class Looked(LocalStore):
+    looks = 0
+
+    def at(self, name: str) -> FolderFiles:
+        return Listed(self.path / name)
 
     def keys(self, prefix: str) -> list[str]:
         self.looks += prefix == "latest-"
@@ -425,7 +432,7 @@ def test_who_waits_for_the_publisher_lists_nothing(tmp_path: Path) -> None:
     store.write(area, "part-3.json", [b"{}"])
     with pytest.raises(TimeoutError, match="was not published"):
         await_end(store, area, "part-3.json", Writing(1, 1, "set", "aa"), None, 0.1)
-    assert store.listings == 0 < store.looks
+    assert not Listed.listings and store.looks
     store.discard(area)
 
 

@@ -47,11 +47,11 @@ from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry
 from phalanx.checkpoint.keeper_contract import Destination, PersistOutcome
 from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.restoring.restore import restore
-from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
+from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import claim, read_latest
-from phalanx.cli.checkpoints.checkpoint_paths import Place as Listed
-from phalanx.cli.checkpoints.list_and_prune import rows_of
+from phalanx.cli.checkpoint_list_and_prune import rows_of
+from phalanx.cli.checkpoint_paths import Place as Listed
 from phalanx.core.fault_points import NO_POINTS, Points
 
 PLACES = pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
@@ -135,10 +135,10 @@ def test_each_of_100_flipped_bits_is_seen_and_the_one_before_taken(place: Place)
             assert any(file in line for line in lines), (file, lines)
         if where:
             with pytest.raises(DamagedCheckpointError, match=file.replace(".", r"\.")):
-                examine(Stored(store, name))
+                examine(store.at(name))
         place.change(where, file, lambda _, good=good: good[0])
     assert restored(job, store) == (2, [])
-    examine(Stored(store, name))
+    examine(store.at(name))
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_each_of_100_flipped_bits_on_a_server_is_seen(s3_place: Place) -> None:
     claim(store)
     names = names_of(job, store, (1, 2, 3, 4))
     pointer, *_ = sorted(store.keys("latest-"), reverse=True)
-    good = {(name, file): store.read(name, file) for name in names for file in store.files(name)}
+    good = {(name, file): store.at(name).read(file) for name in names for file in store.files(name)}
     good["", pointer] = store.get(pointer)
     read = [file for file in store.files(names[0]) if file not in UNREAD]
     for turn in range(20):
@@ -165,7 +165,7 @@ def test_each_of_100_flipped_bits_on_a_server_is_seen(s3_place: Place) -> None:
             assert name in line and file in line and "is damaged" in line, (file, line)
         assert all(word in remark for word in (*unread, "used all the same")), remark
         with pytest.raises(DamagedCheckpointError, match=unread[1].replace(".", r"\.")):
-            examine(Stored(store, names[0]))
+            examine(store.at(names[0]))
         s3_place.change("", pointer, lambda content: flipped(content, chance))
         told: list[str] = []
         latest = read_latest(store, told.append)
@@ -181,7 +181,7 @@ def test_truncated_deleted_and_swapped(place: Place) -> None:
     job, store = a_job(place), place.open()
     names = names_of(job, store, (1, 2, 3, 4, 5))
     tensors = "__0_0.distcp"
-    contents = {name: store.read(name, tensors) for name in names}
+    contents = {name: store.at(name).read(tensors) for name in names}
     place.change(names[4], tensors, None)
     place.change(names[3], tensors, lambda content: content[:-1])
     place.change(names[2], tensors, lambda _: contents[names[1]])
@@ -218,7 +218,7 @@ def test_a_writer_of_an_older_attempt_that_wakes_up_late(place: Place) -> None:
     latest = read_latest(store)
     assert latest is not None
     assert (latest.attempt, latest.step, latest.name) == (2, 2, name)
-    assert examine(Stored(store, name)).attempt == 2
+    assert examine(store.at(name)).attempt == 2
     assert restored(new, store) == (2, [])
     assert len(store.names()) == 2
 
@@ -232,13 +232,13 @@ def test_what_is_kept_aside_is_whole_and_called_what_it_is(place: Place, changes
     [aside] = store.quarantined()
     assert why in told.problem
     assert aside in told.problem
-    assert examine(Listed(store, aside)).step == 2
+    assert examine(store.at(aside)).step == 2
     rows = rows_of([Listed(store, name), Listed(store, aside)], datetime.now(UTC))
     assert [(row.status, row.problem) for row in rows] == [("latest", ""), (why, "")]
     assert restored(job, store) == (1, [])
     place.change(aside.partition("-")[2] if place.kind == "s3" else aside, "__0_0.distcp", lambda content: content[:-1])
     with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp"):
-        examine(Listed(store, aside))
+        examine(store.at(aside))
     store.delete(aside)
     assert not store.quarantined()
     assert store.files(aside) == []

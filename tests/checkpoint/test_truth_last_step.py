@@ -47,7 +47,7 @@ def committed_in_memory(folder: Path) -> dict[int, list[Tensor]]:
     training = Training(folder, memory_every_steps=1)
     weights: dict[int, list[Tensor]] = {}
     end_s = time.monotonic() + GUARD_S
-    while not training.checkpoints._saving.events():
+    while not training.checkpoints._session.events():
         assert time.monotonic() < end_s
         training.go(len(weights) + 1)
         weights[len(weights) + 1] = training.weights

@@ -60,7 +60,7 @@ class Loop:
             checkpoints.close(failed=True)
 
     def _until_there_is_memory(self, checkpoints: Checkpointer) -> None:
-        session = checkpoints._saving._session
+        session = checkpoints._session
         assert isinstance(session, Session)
         until(lambda: not session.link.ask(lambda keeper: keeper.busy, True))
 

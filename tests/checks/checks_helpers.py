@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import Check, CheckResult, passed
+from phalanx.checks.check_host import Check, CheckResult, Host, passed
 from phalanx.checks.nvml import Gpu, Gpus
 
 NODES = Path(__file__).parents[3] / "shared" / "data" / "nodes"

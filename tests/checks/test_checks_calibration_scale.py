@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.checks.calibration import kernel_cases
-from phalanx.checks.calibration.calibration_messages import choose_scale, fitting, largest_operand, needed_bytes
+from phalanx.checks.calibration.calibration_messages import _operands, choose_scale, fitting, needed_bytes
 from phalanx.checks.calibration.stopwatch import Pool
 from phalanx.core.errors import UserError
 
@@ -43,7 +43,7 @@ def test_every_case_of_a_gpu_comes_out_of_the_pool(gib):
 
 @pytest.mark.parametrize("scale", [GPU, choose_scale("cpu", quick=False), choose_scale("cpu", quick=True)])
 def test_pools_hold_the_largest_operand(scale):
-    assert largest_operand(scale) <= scale.pool
+    assert max(_operands(scale)) <= scale.pool
 
 
 def test_an_empty_80_gb_card_measures_everything():
@@ -54,7 +54,7 @@ def test_an_empty_80_gb_card_measures_everything():
 def test_what_is_measured_fits_into_what_is_free(gib):
     scale = fitting(GPU, gib * GIB)
     assert needed_bytes(scale) <= gib * GIB
-    assert largest_operand(scale) <= scale.pool
+    assert max(_operands(scale)) <= scale.pool
     for name in ("tokens", "widths", "queries", "head_dims", "shapes", "heads", "updated", "messages"):
         assert set(getattr(scale, name)) <= set(getattr(GPU, name))
         assert getattr(scale, name)

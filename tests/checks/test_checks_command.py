@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phalanx.checks.runner import CHECKS
-from phalanx.cli import check as command_module
-from phalanx.cli.check import command
+from phalanx.cli import check_command as command_module
+from phalanx.cli.check_command import command
 from phalanx.core.errors import UserError
 
 

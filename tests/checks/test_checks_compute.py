@@ -13,7 +13,7 @@ from checks_helpers import KnownGpus, empty_host
 
 from phalanx.checks import cpu, disks, memory, network
 from phalanx.checks.check_host import Host
-from phalanx.checks.collective import CollectiveError, Task, bus_bytes, read_rank, run_here, start_rank
+from phalanx.checks.collective import CollectiveError, CollectiveTask, bus_bytes, read_rank, run_here, start_rank
 from phalanx.checks.nvml import Gpu
 
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
@@ -118,7 +118,7 @@ def test_collectives_on_this_host(kind: Any) -> None:
 @pytest.mark.slow
 def test_a_rank_whose_partner_does_not_come_is_told_of(tmp_path: Path) -> None:
     """As between neighbours of which one is dead."""
-    task = Task("all-reduce", 0, 2, f"file://{tmp_path / 'store'}", 1 << 16, 3.0, os.getpid())
+    task = CollectiveTask("all-reduce", 0, 2, f"file://{tmp_path / 'store'}", 1 << 16, 3.0, os.getpid())
     with ExitStack() as stack:
         rank = start_rank(task, {"GLOO_SOCKET_IFNAME": "lo"})
         stack.callback(rank.kill)

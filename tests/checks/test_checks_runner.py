@@ -14,8 +14,7 @@ import checks_helpers as bad
 import pytest
 from checks_helpers import check, empty_host, fine
 
-from phalanx.checks.check_host import Host, host_from_settings, recall, remember
-from phalanx.checks.check_result import LEVELS, CheckResult
+from phalanx.checks.check_host import LEVELS, CheckResult, Host, host_from_settings, recall, remember
 from phalanx.checks.runner import CHECKS, choose, named, run_checks, waves
 from phalanx.core.errors import UserError
 from phalanx.run.messages import CheckOutcome

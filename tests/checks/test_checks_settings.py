@@ -15,7 +15,7 @@ from checks_helpers import empty_host, recorded, write_tree
 from phalanx.checks import cpu, disks, leftover_processes, memory, system_settings
 from phalanx.checks.check_host import Host, cache_folder, run_command
 from phalanx.checks.isolated_check import run_isolated
-from phalanx.checks.leftover_processes import Process, judge_leftovers
+from phalanx.checks.leftover_processes import UserProcess, judge_leftovers
 from phalanx.checks.system_settings import ib_wait_s, judge_timeouts
 from phalanx.core.host import Mount
 
@@ -226,9 +226,9 @@ def test_storage_is_made_where_the_host_says_so(host: Host, tmp_path: Path) -> N
 
 
 def test_ranks_without_a_launcher_are_leftovers() -> None:
-    me, shell = Process(10, 5, "phalanx"), Process(5, 1, "bash")
-    orphan = Process(20, 1, "phalanx rank 0", is_rank=True)
-    loader = Process(21, 20, "phalanx loader", is_rank=True)
+    me, shell = UserProcess(10, 5, "phalanx"), UserProcess(5, 1, "bash")
+    orphan = UserProcess(20, 1, "phalanx rank 0", is_rank=True)
+    loader = UserProcess(21, 20, "phalanx loader", is_rank=True)
     result = judge_leftovers([me, shell, orphan, loader], 10)
     assert (result.outcome, result.value) == ("fail", 2.0)
     assert "20 (phalanx rank 0)" in result.reason
@@ -238,33 +238,41 @@ def test_ranks_without_a_launcher_are_leftovers() -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        [Process(20, 15, "rank", is_rank=True), Process(15, 5, "phalanx"), Process(5, 1, "bash")],  # launched
-        [Process(20, 1, "phalanx keeper", is_rank=True), Process(21, 20, "phalanx persist", is_rank=True)],
-        [Process(20, 10, "child", is_rank=True)],  # ours
-        [Process(20, 1, "python")],  # anyone's
-        [Process(20, 777, "python", is_rank=True, gpus=("/dev/nvidia0",))],  # launched by another user's slurmstepd
-        [Process(20, 0, "python", gpus=("/dev/nvidia0",))],  # started from outside of the container
+        [
+            UserProcess(20, 15, "rank", is_rank=True),
+            UserProcess(15, 5, "phalanx"),
+            UserProcess(5, 1, "bash"),
+        ],  # launched
+        [UserProcess(20, 1, "phalanx keeper", is_rank=True), UserProcess(21, 20, "phalanx persist", is_rank=True)],
+        [UserProcess(20, 10, "child", is_rank=True)],  # ours
+        [UserProcess(20, 1, "python")],  # anyone's
+        [UserProcess(20, 777, "python", is_rank=True, gpus=("/dev/nvidia0",))],  # launched by another user's slurmstepd
+        [UserProcess(20, 0, "python", gpus=("/dev/nvidia0",))],  # started from outside of the container
     ],
 )
-def test_what_is_no_leftover(others: list[Process]) -> None:
-    assert judge_leftovers([Process(10, 1, "phalanx"), *others], 10).outcome == "pass"
+def test_what_is_no_leftover(others: list[UserProcess]) -> None:
+    assert judge_leftovers([UserProcess(10, 1, "phalanx"), *others], 10).outcome == "pass"
 
 
 def test_adopted_by_systemd_is_orphaned_and_own_runs_are_spared() -> None:
-    adopted = [Process(800, 1, "systemd"), Process(20, 800, "rank", is_rank=True), Process(10, 800, "phalanx")]
+    adopted = [
+        UserProcess(800, 1, "systemd"),
+        UserProcess(20, 800, "rank", is_rank=True),
+        UserProcess(10, 800, "phalanx"),
+    ]
     assert judge_leftovers(adopted, 10).outcome == "fail"
     assert judge_leftovers(adopted, 10, own=frozenset({20})).outcome == "pass"
 
 
 def test_children_of_a_container_whose_first_process_launches_are_no_orphans() -> None:
-    processes = [Process(10, 1, "phalanx"), Process(20, 1, "python", is_rank=True)]
+    processes = [UserProcess(10, 1, "phalanx"), UserProcess(20, 1, "python", is_rank=True)]
     assert judge_leftovers(processes, 10).outcome == "fail"
     assert judge_leftovers(processes, 10, first_launches=True).outcome == "pass"
 
 
 def test_who_holds_a_gpu() -> None:
-    me, shell = Process(10, 5, "phalanx"), Process(5, 1, "bash")
-    lost = Process(20, 1, "python", gpus=("/dev/nvidia0",))
+    me, shell = UserProcess(10, 5, "phalanx"), UserProcess(5, 1, "bash")
+    lost = UserProcess(20, 1, "python", gpus=("/dev/nvidia0",))
     assert "20 (python) holds /dev/nvidia0" in judge_leftovers([me, shell, lost], 10).reason
     second = judge_leftovers([me, shell, replace(lost, parent=5)], 10)
     assert (second.outcome, "other work of this user: 20" in second.reason) == ("pass", True)
@@ -292,6 +300,19 @@ def test_a_real_orphan_is_found(host: Host) -> None:
         assert str(rank.pid) in judge_leftovers([orphan, real[os.getpid()]], os.getpid()).reason
     finally:
         rank.communicate(b"\n", timeout=60)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_ranks_that_are_just_ending_are_no_leftovers(host: Host, monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
+    me, ending = UserProcess(os.getpid(), 1, "phalanx"), UserProcess(20, 1, "python", is_rank=True)
+    later = UserProcess(30, 1, "python", is_rank=True)  # of another run that ends while this one looks
+    looks = iter([[me, ending], [me, ending, later], *([[me, ending]] if stays else [[me, later]]) * 1000])
+    monkeypatch.setattr(leftover_processes, "read_processes", lambda *_, **__: next(looks))
+    monkeypatch.setattr(leftover_processes, "_ENDING_S", 1.0)
+    monkeypatch.setattr(leftover_processes, "read_text", lambda path: "systemd")
+    result = leftover_processes.run(replace(host, proc=Path("/proc")))
+    assert result.outcome == ("fail" if stays else "pass")
+    assert ("20 (python)" in result.reason) == stays
 
 
 # Timeouts

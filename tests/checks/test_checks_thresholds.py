@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from checks_helpers import empty_host, write_tree
 
-from phalanx.checks.check_host import Host
-from phalanx.checks.check_result import CheckResult
+from phalanx.checks.check_host import CheckResult, Host
 from phalanx.checks.pairwise_tests import Threshold, slow_hosts
 from phalanx.checks.thresholds import (
     FIRST_PASSES,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.session.blocking_session import save
-from phalanx.cli.checkpoint import command
+from phalanx.cli.checkpoint_command import command
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # forged and plain checkpoints
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.open_checkpoint import open_checkpoint
 
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError
 
@@ -260,7 +260,7 @@ _PEAK = """
 import re, sys
 from pathlib import Path
 from click.testing import CliRunner
-from phalanx.cli.checkpoint import command
+from phalanx.cli.checkpoint_command import command
 def call(*arguments):
     result = CliRunner().invoke(command, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 _TORCH_FREE = """
 import sys
 from click.testing import CliRunner
-from phalanx.cli.checkpoint import command
+from phalanx.cli.checkpoint_command import command
 for arguments in (["ls", sys.argv[1]], ["show", sys.argv[1]], ["verify", sys.argv[1]], ["--help"], ["prune", "--help"]):
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -14,8 +14,8 @@ from moto.server import ThreadedMotoServer
 from checkpoint_runs import call, call_json, checkpoint, damage, make_tensors, run  # noqa: F401  # isort: skip
 from checkpoint_helpers import rewrite
 from plain_writers import save_alone
+from support.open_checkpoint import open_checkpoint
 
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim

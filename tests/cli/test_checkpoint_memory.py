@@ -15,7 +15,7 @@ from torch import nn
 from phalanx.checkpoint import Checkpointer
 from phalanx.checkpoint.format.shard_plan import Record
 from phalanx.checkpoint.keeper.keeper_start import address_for, end_keeper
-from phalanx.cli.checkpoints.list_and_prune import kept
+from phalanx.cli.checkpoint_list_and_prune import kept
 from phalanx.core.errors import UserError
 
 GUARD_S = 120.0
@@ -39,7 +39,7 @@ def train(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoints = Checkpointer(folder, model=model, optimizer=optimizer, every_steps=10**6, memory_every_steps=1)
     end_s, step = time.monotonic() + GUARD_S, 0
-    while not checkpoints._saving.events():
+    while not checkpoints._session.events():
         assert time.monotonic() < end_s
         step += 1
         model(torch.rand(3, 5)).square().mean().backward()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli.explain import command as explain
+from phalanx.cli.explain_command import command as explain
 from phalanx.cli.main import COMMANDS, main, yield_idle_cores
 from phalanx.core.errors import UserError
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.progress_pages import read_progress
 
 from phalanx.core import progress
 from phalanx.core.progress import (
@@ -26,7 +27,6 @@ from phalanx.core.progress import (
     create_page,
     own_progress,
     parse_page,
-    read_progress,
     say_checkpoints,
     say_restored,
 )

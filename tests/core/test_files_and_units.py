@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -92,3 +93,20 @@ def test_a_regular_file_is_read_through_links_too(tmp_path: Path) -> None:
     with open_regular(tmp_path / "x") as file:
         file.seek(3)
         assert file.read() == b"45" and os.get_blocking(file.fileno())
+
+
+def test_a_file_that_comes_while_it_is_asked_for_was_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As results of other ranks do, which are published by a rename."""
+
+    def open_early(path: Path, *_: object) -> int:
+        path.write_bytes(b"1")
+        raise FileNotFoundError(errno.ENOENT, "nothing", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("phalanx.core.files.os.open", open_early)
+        with pytest.raises(FileNotFoundError) as missed:
+            open_regular(tmp_path / "x")
+    assert not isinstance(missed.value, OddFileError)
+    assert read_regular(tmp_path / "x", 1) == b"1"

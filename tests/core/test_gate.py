@@ -15,7 +15,7 @@ from phalanx.ipc.handshake import HELLO_BYTES, MESSAGE_BYTES, Gate, Handshake, k
 
 SECRET = bytes(range(32))
 LABEL = b"test 1"
-GUARD_S = 60.0
+GUARD_S = 240.0
 MOST = 50
 
 
@@ -101,12 +101,12 @@ def test_who_has_the_secret_comes_in_and_nobody_else(house: House) -> None:
 
 
 def test_idle_ones_take_no_thread_and_keep_nobody_out(house: House) -> None:
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with ExitStack() as stack:
         idle = [stack.enter_context(house.call()) for _ in range(4 * MOST)]
         assert house.come_in() == b"come in"
         assert all(is_dropped(connection) for connection in idle[: 3 * MOST])  # those who came first
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= threads
         assert house.come_in() == b"come in"
     assert any("more than 50 call without proof" in line for line in house.said())
 

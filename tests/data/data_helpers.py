@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
-from phalanx.data.sources.input_files import Split
+from phalanx.data.config import DataConfig, SourceConfig, Split, TokenizerConfig
 from phalanx.data.tokens.prepared_corpus import Prepared
 
 END = 256

@@ -19,7 +19,7 @@ from phalanx.data.host_loader import HostLoader, start_host_loader
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import prepare
 
-LIMIT_S = 20.0  # for what must happen at once
+LIMIT_S = 120.0  # for what must happen at once
 
 
 def make_corpus(folder: Path) -> Loader:

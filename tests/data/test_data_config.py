@@ -54,8 +54,8 @@ def test_overrides_reach_sources() -> None:
 
 
 def test_preparing_and_its_command_need_no_torch() -> None:
-    modules = ["config", "prepare", "samples", "tokens.prepared_corpus", "tokens.shards", "encoding.encoding_worker"]
+    modules = ["config", "prepare", "samples", "tokens.prepared_corpus", "tokens.shards", "encoding.encoding_processes"]
     modules += ["tokenizers.spec", "tokenizers.tokenizer"]
-    code = f"import sys, {', '.join('phalanx.data.' + m for m in modules)}, phalanx.cli.data\n"
+    code = f"import sys, {', '.join('phalanx.data.' + m for m in modules)}, phalanx.cli.data_command\n"
     code += "assert 'torch' not in sys.modules and 'pyarrow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

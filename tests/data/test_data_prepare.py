@@ -16,7 +16,7 @@ from data_helpers import documents, lines, make_config, stored, write_jsonl, wri
 from phalanx.core.errors import UserError
 from phalanx.core.files import folder_lock
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
-from phalanx.data.encoding import encode, pool
+from phalanx.data.encoding import encode, encoding_processes
 from phalanx.data.prepare import Progress, open_prepared, prepare
 from phalanx.data.sources import input_files
 from phalanx.data.tokens import prepared_corpus
@@ -88,7 +88,7 @@ class TestAgain:
         def refuse(*_: Any, **__: Any) -> None:
             raise AssertionError("no content may be read")
 
-        monkeypatch.setattr(encode, "content_hash", refuse)
+        monkeypatch.setattr(encode, "_content_hash", refuse)
         monkeypatch.setattr("phalanx.data.prepare.encode_all", refuse)
         monkeypatch.setattr("phalanx.data.prepare.plan_units", refuse)
         assert prepare(config, workers=1).fingerprint == first.fingerprint
@@ -119,7 +119,7 @@ class TestAgain:
         config = make_config(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "*.txt")))
         prepare(config, workers=1)
         write_text(tmp_path / "3.txt", ["other " * 600])
-        real, asked = pool.encode_all, []
+        real, asked = encoding_processes.encode_all, []
         monkeypatch.setattr(
             "phalanx.data.prepare.encode_all", lambda units, *rest: asked.extend(units) or real(units, *rest)
         )
@@ -157,7 +157,7 @@ class TestManyProcesses:
         assert read_manifest(next((tmp_path / "prepared").glob("jsonl-*"))) is None
 
     def test_a_worker_that_dies_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pool, "_send", lambda process, value: process.kill())
+        monkeypatch.setattr(encoding_processes, "_send", lambda process, value: process.kill())
         with pytest.raises(UserError, match="a preparing process ended with code -9"):
             prepare(corpus(tmp_path), workers=2)
 
@@ -189,7 +189,7 @@ class TestManyProcesses:
 
         with folder_lock(tmp_path, waiting):
             assert said == ["waiting"]
-        process.wait(timeout=10)
+        process.wait(timeout=240)
 
 
 class TestKilled:
@@ -225,7 +225,7 @@ class TestKilled:
             assert process.stdout.readline(), "the workers start before the work ends"
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 240
         while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in workers):
             assert time.monotonic() < deadline, "a worker still runs"
             os.sched_yield()

@@ -15,7 +15,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig, TokenizerConfig
 from phalanx.data.prepare import prepare
 from phalanx.data.sources import input_files, text_reader
-from phalanx.data.sources.input_files import Unit, list_files, plan_units
+from phalanx.data.sources.input_files import WorkUnit, list_files, plan_units
 from phalanx.data.sources.text_reader import split_text
 
 
@@ -367,7 +367,7 @@ def test_nothing_held_out_of_one_document(tmp_path: Path) -> None:
 
 
 def test_the_plan_does_not_depend_on_where_files_lie(tmp_path: Path) -> None:
-    plans: list[list[Unit]] = []
+    plans: list[list[WorkUnit]] = []
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
         write_text(tmp_path / place / "a.txt", lines(10))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.sharing.slots import DisagreementError, Ring
+from phalanx.data.sharing.slots import DisagreementError, SlotRing
 
 
 class TestRing:
     def test_steps_are_written_once_everybody_let_go(self) -> None:
-        ring = Ring(index=0, ranks=1, ahead=2, expected=2)
+        ring = SlotRing(index=0, ranks=1, ahead=2, expected=2)
         ring.join(7)
         assert ring.due() is None
         for step in range(3):
@@ -29,7 +29,7 @@ class TestRing:
         assert ring.due() == (2, 8, 4)
 
     def test_a_step_that_nobody_waits_for_any_more_is_not_written(self) -> None:
-        ring = Ring(index=0, ranks=1, ahead=2, expected=1)
+        ring = SlotRing(index=0, ranks=1, ahead=2, expected=1)
         ring.join(1)
         ring.want(1, 0, 0, 4)
         ring.leave(1)
@@ -37,7 +37,7 @@ class TestRing:
         assert ring.is_over
 
     def test_a_step_out_of_turn(self) -> None:
-        ring = Ring(index=0, ranks=1, ahead=2, expected=1)
+        ring = SlotRing(index=0, ranks=1, ahead=2, expected=1)
         ring.join(1)
         with pytest.raises(DisagreementError, match="step 1 was asked for, step 0 was expected"):
             ring.want(1, 1, 0, 4)
@@ -48,7 +48,7 @@ class TestRing:
         self, data: st.DataObject, readers: int, ahead: int
     ) -> None:
         """Readers join, ask, read and leave in any order; all that stay come to the end."""
-        ring, slots, steps = Ring(index=0, ranks=1, ahead=ahead, expected=readers), [-1] * ahead, 6
+        ring, slots, steps = SlotRing(index=0, ranks=1, ahead=ahead, expected=readers), [-1] * ahead, 6
         read = dict.fromkeys(range(readers), -1)  # -1: has not come
         asked = dict.fromkeys(range(readers), 0)
         alive = set(range(readers))

@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 
-def compiled(kernel, kinds, given, others="*fp32", **options):
+def compiled(kernel, kinds, given, others="*fp32", capabilities=(80, 90), **options):
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     types = {name: "constexpr" if name in given else kinds.get(name, others) for name in kernel.arg_names}
-    for capability in (80, 90):
+    for capability in capabilities:
         made = compile(ASTSource(kernel, types, given), target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"]
         print(kernel, given, capability)
@@ -33,8 +33,8 @@ def compile_offline(program: str, folder: Path) -> int:
 
     Args:
         program: goes through ``compiled(kernel, types of arguments by name, values of constants, type of all other
-            arguments, options)``, which gives the compute capability and what was made. In a process of its own, since
-            a kernel is either interpreted or compiled from its import on.
+            arguments, capabilities, options)``, which gives the compute capability and what was made. In a process of
+            its own, since a kernel is either interpreted or compiled from its import on.
         folder: for what the compiler keeps.
     """
     pytest.importorskip("triton", reason="triton is not installed")

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.kernels import attention_aten, blocked
-from phalanx.kernels.attention import AttentionDropout, attention, choose_backend
-from phalanx.kernels.blocked import blocked_attention
+from phalanx.kernels import attention as kernels_attention
+from phalanx.kernels import attention_aten
+from phalanx.kernels.attention import AttentionDropout, attention, blocked_attention, choose_backend
 from phalanx.kernels.counter import keep_mask, make_key
 from phalanx.kernels.masks import AttentionMask
 
@@ -88,7 +88,7 @@ def test_both_block_engines_are_exact(case, engine, chunk):
 @pytest.mark.parametrize("elements", [0, 1 << 13, 1 << 24])
 def test_blocks_joined_in_one_call_are_exact(monkeypatch, elements, past):
     """A window much shorter than the sequence: most blocks have one shape and go to the kernel together."""
-    monkeypatch.setattr(blocked, "_RUN_ELEMENTS", elements)
+    monkeypatch.setattr(kernels_attention, "_RUN_ELEMENTS", elements)
     calls = []
     forward = attention_aten.cpu_forward
     monkeypatch.setattr(attention_aten, "cpu_forward", lambda *args: calls.append(args[0].shape) or forward(*args))

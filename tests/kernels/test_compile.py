@@ -2,12 +2,54 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from phalanx.kernels.attention import attention
 from phalanx.kernels.counter import dropout
 from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.masks import AttentionMask
 from phalanx.kernels.pointwise import rms_norm
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("chunked", torch.float32), ("chunked", torch.bfloat16), ("math", torch.float32), ("sdpa", torch.float32)],
+)
+@pytest.mark.parametrize("restricted", [False, True])
+def test_layers_that_share_a_mask_are_compiled_once(backend, dtype, restricted):
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(2, 2, 70, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    documents = torch.arange(70).expand(2, 70) // 40
+
+    def layer(q, k, v, mask):
+        return torch.tanh(attention(q, k, v, mask=mask, backend=backend)).contiguous()  # as the queries are
+
+    def gradients(function):
+        mask = AttentionMask(70, 70, window=20, documents_BS=documents) if restricted else AttentionMask(70, 70)
+        out = function(function(*qkv, mask), *qkv[1:], mask)
+        return out, *torch.autograd.grad(out.float().square().sum(), qkv)
+
+    expected = gradients(layer)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        for a, b in zip(gradients(compiled), expected, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_blocks_of_a_window_have_their_gradients_in_what_is_compiled():
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(2, 2, 300, 8, generator=generator).requires_grad_() for _ in range(3)]
+
+    def gradients(function):
+        return torch.autograd.grad(function(*qkv, window=20, backend="chunked").square().sum(), qkv)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for a, b in zip(gradients(compiled), gradients(attention), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.kernels import cross_entropy, loss
-from phalanx.kernels.cross_entropy import LogitTerms, row_gradient, row_losses, row_statistics
+from phalanx.kernels import loss as loss_kernels
 from phalanx.kernels.linear import add_product
-from phalanx.kernels.loss import chunk_tokens, linear_cross_entropy
+from phalanx.kernels.loss import (
+    LogitTerms,
+    chunk_tokens,
+    linear_cross_entropy,
+    row_gradient,
+    row_losses,
+    row_statistics,
+)
 
 # numpy, on which the interpreter runs, speaks of exp(-1e30) and log(0), which are meant
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero) encountered:RuntimeWarning")
@@ -34,7 +40,7 @@ def kernels() -> ModuleType:
 @pytest.fixture
 def fused(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels are used, on a CPU too."""
-    monkeypatch.setattr(cross_entropy, "twin", lambda like: kernels)
+    monkeypatch.setattr(loss_kernels, "twin", lambda like: kernels)
 
 
 def rows(C: int, V: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +168,7 @@ def test_the_head_is_the_same_by_either(
     weights = torch.rand(10, generator=generator).to(DEVICE)
     found = []
     for module in (kernels, None):
-        monkeypatch.setattr(cross_entropy, "twin", lambda like, module=module: module)
+        monkeypatch.setattr(loss_kernels, "twin", lambda like, module=module: module)
         sums = linear_cross_entropy(x, weight, targets, weights, softcap=5.0, z_loss=1e-2, vocabulary=60, chunk=chunk)
         found.append((*sums, *torch.autograd.grad(sum(sums) * 0.37, (x, weight))))
     close = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
@@ -255,4 +261,4 @@ class TestOnAGpu:
 
 
 def test_on_a_cpu_the_reference_runs() -> None:
-    assert cross_entropy.twin(torch.zeros(1)) is None and loss.row_losses is row_losses
+    assert loss_kernels.twin(torch.zeros(1)) is None and loss_kernels.row_losses is row_losses

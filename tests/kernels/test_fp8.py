@@ -1,7 +1,10 @@
 """8-bit products against the formats as arXiv 2209.05433 defines them, and a GPU's against the emulation of a CPU."""
 
+import importlib
+
 import pytest
 import torch
+from compiled_offline import compile_offline
 
 from phalanx.kernels import fp8 as room
 from phalanx.kernels.fp8 import (
@@ -251,6 +254,63 @@ def test_equal_quantised_values_by_inductor():
                 assert torch.equal(mine.float(), theirs.float())
 
 
+@pytest.fixture(scope="module")
+def kernels():
+    """Those of Triton, which a CPU interprets."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    return importlib.import_module("phalanx.kernels.fp8_triton")
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (200, 336), (130, 48), (0, 16)])
+def test_the_kernel_transposes(kernels, shape):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randint(0, 127, shape, dtype=torch.uint8).to(device).view(E4M3)
+    found = kernels.transposed(x)
+    assert found.dtype == E4M3 and found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), x.view(torch.uint8).t())
+    assert torch.equal(torch.ops.phalanx.transposed_8_bit(x).view(torch.uint8), x.view(torch.uint8).t())
+
+
+def test_a_compiler_is_told_what_a_transpose_gives():
+    torch.library.opcheck(room.transposed_8_bit, (randn(48, 32).to(torch.uint8),))
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32, 64), (80, 208)])
+def test_the_kernel_quantises_a_weight_in_both_layouts(kernels, source, shape):
+    on_gpu = torch.cuda.is_available()
+    weight = randn(*shape, seed=7) * 3e-2
+    if not on_gpu:  # the interpreter loses what is carried where a value is rounded up to the next power of two
+        values, scale = quantise_weight(weight)
+        weight = values.float() * scale
+    weight = weight.bfloat16().to("cuda" if on_gpu else "cpu", source)
+    wide = torch.cat([weight, weight], dim=1)[:, : shape[1]]
+    for given in (weight, wide):
+        values, scale = quantise_weight(weight)
+        stored, transposed = torch.empty_like(values), torch.empty_like(values.t().contiguous())
+        kernels.quantise_weight(given, 1 / scale, stored, transposed)
+        assert torch.equal(stored.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(transposed.view(torch.uint8), values.t().view(torch.uint8))
+
+
+_PROGRAM = """
+from phalanx.kernels import fp8_triton as kernels
+
+kinds = dict.fromkeys(("rows", "columns", "stride"), "i32") | {"stored": "*fp8e4nv", "transposed": "*fp8e4nv"}
+cases = [(kernels._transpose, kernels._TRANSPOSED_TILE, "*u8")]
+cases += [(kernels._quantise_weight, kernels._WEIGHT_TILE, source) for source in ("*fp32", "*bf16")]
+for kernel, tile, source in cases:
+    own = kinds | ({"inverse": "*fp32"} if source != "*u8" else {})
+    for capability, made in compiled(kernel, own, {"TILE": tile}, others=source, capabilities=(90,), num_warps=8):
+        assert ".local" not in made.asm["ptx"], (kernel, capability)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
+    assert compile_offline(_PROGRAM, tmp_path) == 3
+
+
 @gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
@@ -287,7 +347,7 @@ def test_a_gpu_is_not_waited_for_and_hides_nothing():
     try:
         results(x, weight, grad)
         bad = x.detach().clone()
-        bad[3, 5] = float("nan")
+        bad[3, 5].fill_(float("nan"))
         out, _, dw = results(bad.requires_grad_(), weight, grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.core.errors import UserError
+from phalanx.core.peers import PeerError
 from phalanx.launch.environment import Worker, worker_environment
+from phalanx.launch.rank_failures import errors_named
 
 FORKED_FROM = os.getpid()
 
@@ -162,3 +165,14 @@ def count_signals(worker: Worker, folder: str, until: int) -> int:
 def write_pid_and_wait(worker: Worker, folder: str) -> None:
     note(folder, f"pid-{worker.rank}", os.getpid())
     wait_for_ever()
+
+
+def without_its_peer(worker: Worker) -> None:
+    """Started as by torchrun: an error becomes an exit status."""
+    with errors_named(replace(worker, launcher="torchrun"), None):
+        raise PeerError("rank 0 is gone")
+
+
+def with_an_error_of_its_own(worker: Worker) -> None:
+    with errors_named(replace(worker, launcher="torchrun"), None):
+        raise ValueError("wrong")

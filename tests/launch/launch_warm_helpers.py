@@ -15,9 +15,9 @@ from phalanx.launch.environment import without_worker
 from phalanx.launch.launch_messages import Exited, Over
 from phalanx.launch.rendezvous_store import open_store_socket, store_spec
 from phalanx.launch.user_script import Group, Places, Script, rank_specs
-from phalanx.launch.warm_template import Gone, WarmTemplate, Word
+from phalanx.launch.warm_template import AttemptReport, Gone, WarmTemplate
 
-GUARD_S = 60.0
+GUARD_S = 240.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -47,14 +47,14 @@ class Host:
     script: Script
     environ: Mapping[str, str]
     options: dict[str, Any]
-    words: list[tuple[int, Word]] = field(default_factory=list)
+    words: list[tuple[int, AttemptReport]] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def __post_init__(self) -> None:
         self.template = WarmTemplate(self.script, self.environ, self._hear, **self.options)
         self.template.start()
 
-    def _hear(self, attempt: int, word: Word) -> None:
+    def _hear(self, attempt: int, word: AttemptReport) -> None:
         self.words.append((attempt, word))
         self._note = asyncio.get_running_loop().create_task(self._notify())
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.core.peers import PeerError
+from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
+from phalanx.launch.launch_messages import RankSpec, Returned
 from phalanx.launch.rank_failures import (
     Ending,
     Failure,
@@ -21,6 +27,7 @@ from phalanx.launch.rank_failures import (
     failure_of_exit,
     find_culprit,
 )
+from phalanx.launch.rank_process import execute_rank
 
 
 def raised(rank: int, time_s: float, error: BaseException | None = None) -> Failure:
@@ -188,6 +195,25 @@ def test_under_srun_an_error_about_a_peer_is_one_line(capsys: pytest.CaptureFixt
         named(RuntimeError(CLOSED), "srun")()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rank 1 ended with a peer: RuntimeError")
+
+
+def reported_by(target: str) -> Failure | Returned:
+    """What a rank of its own process reports of its end."""
+    path = [str(Path(__file__).parent), *sys.path]
+    worker, share = Worker(1, 0, 2, 1, "127.0.0.1", 1), Share(None, 1)
+    spec = RankSpec(worker, share, None, f"launch_targets:{target}", (), dict(os.environ), path, ["rank"])
+    process = execute_rank(spec, time.monotonic_ns())
+    heard = process.reports.recv()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process.poll() == 1
+    return heard  # type: ignore[no-any-return]
+
+
+def test_who_started_a_rank_hears_that_it_only_followed_a_peer() -> None:
+    """Though it was started as by torchrun, so that its error is an exit status; other errors are no more than that."""
+    heard = [reported_by(name) for name in ("without_its_peer", "with_an_error_of_its_own")]
+    assert isinstance(heard[0], Failure) and heard[0].follows and heard[0].summary == "PeerError: rank 0 is gone"
+    assert isinstance(heard[1], Returned) and heard[1].status == 1
 
 
 def test_our_own_launcher_is_told_by_the_error_itself() -> None:

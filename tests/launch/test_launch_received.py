@@ -6,9 +6,9 @@ import os
 import signal
 import threading
 
-from phalanx.ipc.processes import ReceivedSignals
+from phalanx.ipc.stop_request import ReceivedSignals
 
-GUARD_S = 60.0
+GUARD_S = 240.0
 
 
 def test_what_comes_is_given_once_and_in_order() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from launch_warm_helpers import GUARD_S, host, is_gone, until_gone
+from support.progress_pages import read_progress
 
 import phalanx
 from phalanx.core.errors import UserError
-from phalanx.core.progress import read_progress
 from phalanx.launch.launch_messages import Exited, Over, Returned
 from phalanx.launch.rank_failures import Failure
 from phalanx.launch.user_script import Group

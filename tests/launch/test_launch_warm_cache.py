@@ -15,7 +15,7 @@ import pytest
 from launch_warm_helpers import GUARD_S, Host, host
 
 from phalanx.launch.user_script import Script
-from phalanx.launch.warm_template import Recalled, WarmCache, open_cache
+from phalanx.launch.warm_cache import Recalled, WarmCache, open_cache
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from launch_warm_helpers import GUARD_S, host, is_gone
+from support.progress_pages import read_progress
 
-from phalanx.core.progress import read_progress
 from phalanx.launch.launch_messages import Exited, Over, Returned
 from phalanx.launch.rendezvous_store import STORE_RANK
 from phalanx.launch.warm_template import PRELOAD

@@ -8,6 +8,7 @@ from model_builders import build, tiny, tokens
 from torch._dynamo.utils import counters
 
 from phalanx.model.forward_context import DropoutState
+from phalanx.model.recompute import Recompute
 
 
 @pytest.mark.slow
@@ -33,6 +34,30 @@ def test_dropout_under_the_compiler_drops_the_same_and_is_not_compiled_per_step(
         torch.testing.assert_close(compiled(ids, dropout=state), model(ids, dropout=state), rtol=1e-4, atol=1e-5)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1] == graphs[3]
+
+
+@pytest.mark.parametrize("backend", ["chunked", "math"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_of_a_kind_are_compiled_once_whatever_attends(backend: str, recompute: Recompute) -> None:
+    def steps(layers: int, compiled: bool) -> tuple[list[int], list[torch.Tensor]]:
+        config = tiny("llama", layers=layers, attention=("window",), window=6, attention_backend=backend)
+        model, ids = build(config), tokens(config)
+        model.set_recompute(recompute)
+        torch.compiler.reset()
+        counters.clear()
+        if compiled:
+            model.compile(backend="aot_eager")
+        graphs = []
+        for _ in range(3):
+            model.zero_grad()
+            model(ids).square().mean().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+        return graphs, [p.grad for p in model.parameters() if p.grad is not None]
+
+    (few, _), (many, mine) = steps(1, True), steps(3, True)
+    assert many == few and many[0] == many[2] > 0
+    for one, other in zip(mine, steps(3, False)[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

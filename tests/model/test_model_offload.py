@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.model.decoder import Decoder
 from phalanx.model.forward_context import DropoutState
-from phalanx.model.offload import Offload, PlainLanes
+from phalanx.model.offload import Lanes, Offload
 from phalanx.model.recompute import Recompute
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
@@ -35,14 +35,14 @@ def test_gradients_are_the_same_bits(variant: str, mode: Recompute, dtype: torch
     model.set_recompute(mode)
     expected = gradients(model, ids, dropout)
     for share in (0.5, 1.0):
-        model.offload = Offload(share, PlainLanes(), least_bytes=64)
+        model.offload = Offload(share, Lanes(), least_bytes=64)
         for _ in range(2):  # the second time in memory that was used before
             got = gradients(model, ids, dropout)
             assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert model.offload.host_bytes
 
 
-class Recorded(PlainLanes):
+class Recorded(Lanes):
     """Streams as a list of what was asked of them."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def test_weights_and_their_casts_stay(variant: str, dtype: torch.dtype, monkeypa
         return host, event
 
     monkeypatch.setattr(Offload, "take", noted)
-    model.offload = Offload(1.0, PlainLanes(), least_bytes=64)
+    model.offload = Offload(1.0, Lanes(), least_bytes=64)
     hidden = model(ids)
     weights = [p.detach().to(kind) for p in model.parameters() for kind in (dtype, torch.float32)]
     sizes = {w.numel() * w.element_size(): w for w in weights if w.dim() == 2}
@@ -125,7 +125,7 @@ def test_weights_and_their_casts_stay(variant: str, dtype: torch.dtype, monkeypa
 def test_a_graph_without_a_backward_pass_gives_its_memory_back() -> None:
     config = tiny("llama")
     model, ids = build(config), tokens(config)
-    model.offload = Offload(1.0, PlainLanes(), least_bytes=64)
+    model.offload = Offload(1.0, Lanes(), least_bytes=64)
     for _ in range(3):
         model(ids)
     held = model.offload.host_bytes
@@ -136,7 +136,7 @@ def test_a_graph_without_a_backward_pass_gives_its_memory_back() -> None:
 def test_small_tensors_stay() -> None:
     config = tiny("llama")
     model, ids = build(config), tokens(config)
-    model.offload = Offload(1.0, PlainLanes())
+    model.offload = Offload(1.0, Lanes())
     gradients(model, ids)
     assert model.offload.host_bytes == 0
 
@@ -150,7 +150,7 @@ def test_compiled_blocks_leave_what_they_save(mode: Recompute) -> None:
     torch.compiler.reset()
     model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     model.set_recompute(mode)
-    model.offload = offload = Offload(1.0, PlainLanes(), least_bytes=64)
+    model.offload = offload = Offload(1.0, Lanes(), least_bytes=64)
     got = gradients(model, ids)
     assert offload.host_bytes
     for name, gradient in expected.items():

@@ -59,7 +59,7 @@ def test_verdicts_are_the_references(steps: list[tuple[float, float]], history: 
         bad = reference.judge(np.float32(loss).item(), np.float32(norm).item())
         assert judge(mine, loss, norm) == bad
         skipped, in_a_row = skipped + bad, in_a_row + 1 if bad else 0
-        assert (mine.skipped.item(), mine.in_a_row.item()) == (skipped, in_a_row)
+        assert (mine.skipped.item(), mine.state_tensors()["in_a_row"].item()) == (skipped, in_a_row)
 
 
 def test_a_spike_is_bad_and_a_fall_is_not() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.optim import base
-from phalanx.optim.base import SkippingOptimizer
+from phalanx.optim import skipping
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.optim.config import OptimConfig
+from phalanx.optim.skipping import SkippingOptimizer
 
 from .helpers import give_gradients, snapshot
 
@@ -82,7 +82,7 @@ class NoKernels:
 def test_more_layers_of_the_same_shapes_need_no_more_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LAMB by its Triton kernels, which are three a group whatever is in it."""
     if kind == "lamb":
-        monkeypatch.setattr(base, "twin", lambda parameters: SimpleNamespace(Launch=NoKernels))
+        monkeypatch.setattr(skipping, "twin", lambda parameters: SimpleNamespace(Launch=NoKernels))
     few, many = launches(kind, 2), launches(kind, 6)
     assert few == many
     assert not [name for name in many if "one by one" in name or name == "_local_scalar_dense"]
@@ -93,7 +93,7 @@ def test_stacks_are_bounded_and_change_nothing(kind: str, monkeypatch: pytest.Mo
     """A stack of matrices is updated as each of them alone; three of 8 x 8 numbers fit into one here."""
     found = []
     for limit in (1, 3 * 8 * 8 * 4, 1 << 28):
-        monkeypatch.setattr(base, "STACK_BYTES", limit)
+        monkeypatch.setattr(skipping, "STACK_BYTES", limit)
         named = layers(4)
         optimizer = built(kind, named)
         for step in range(3):

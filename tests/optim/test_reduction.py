@@ -22,7 +22,7 @@ class Pair:
 
     def __init__(self, split: int) -> None:
         self.split = split
-        self.barrier = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=120)
         self.given: list[list[Tensor]] = [[], []]
         self.calls = 0
 

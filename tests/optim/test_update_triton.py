@@ -12,7 +12,7 @@ import torch
 from compiled_offline import compile_offline
 from torch import Tensor
 
-from phalanx.optim import base, quantise
+from phalanx.optim import quantise, skipping
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.lamb import LAMB
 
@@ -63,7 +63,7 @@ def both(make: Any, shapes: Any, kernels: ModuleType, monkeypatch: pytest.Monkey
     """The optimizer after some steps, by the kernels and by plain torch, and its parameters."""
     found = []
     for by_kernels in (True, False):
-        monkeypatch.setattr(base, "on_gpu", lambda tensor, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr(skipping, "on_gpu", lambda tensor, by_kernels=by_kernels: by_kernels)
         ps = made(shapes)
         optimizer = make(ps)
         optimizer.as_on_device = True
@@ -110,7 +110,7 @@ def test_adamw(bits: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, 
 
 def test_gradients_that_move_are_found(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of addresses follows what moves: gradients that are made anew, states that were loaded."""
-    monkeypatch.setattr(base, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(skipping, "on_gpu", lambda tensor: True)
     ps, kept = made([(64, 256)]), []
     optimizer = AdamW(ps, state_bits=8)
     for step in range(3):
@@ -128,17 +128,17 @@ def test_gradients_that_move_are_found(kernels: ModuleType, monkeypatch: pytest.
 
 
 def test_what_the_kernels_are_not_made_for_takes_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(skipping, "on_gpu", lambda tensor: True)
     (p,) = made([(8, 16)])
     give([p], 0)
-    assert base.twin([p]) is not None
+    assert skipping.twin([p]) is not None
     turned = torch.nn.Parameter(torch.zeros(16, 8, device=DEVICE).t())
     turned.grad = torch.zeros(8, 16, device=DEVICE)
     wide = torch.nn.Parameter(torch.zeros(8, 16, dtype=torch.float64, device=DEVICE))
     wide.grad = torch.zeros_like(wide)
-    assert base.twin([turned]) is base.twin([wide]) is base.twin([p, turned]) is base.twin([]) is None
+    assert skipping.twin([turned]) is skipping.twin([wide]) is skipping.twin([p, turned]) is skipping.twin([]) is None
     monkeypatch.undo()
-    assert DEVICE == "cuda" or base.twin([p]) is None
+    assert DEVICE == "cuda" or skipping.twin([p]) is None
 
 
 if triton is not None:

@@ -3,6 +3,7 @@ order of NCCL; or over gloo. For what needs real processes (start-up, faults, fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,10 +13,17 @@ from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.core.layout import Axis, Layout
 from phalanx.parallel.group import Group
+from phalanx.parallel.pipeline.schedules import Table
 from phalanx.parallel.process_groups import Maker
 
 T = TypeVar("T")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
+
+
+def peak_live(table: Table, rank: int) -> int:
+    """Most forward passes of a rank's chunks whose activations it holds at a time: until all gradients are made."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return max(itertools.accumulate((change[action.kind] for action in table.actions[rank]), initial=0))
 
 
 class ThreadGroups:

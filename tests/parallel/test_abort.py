@@ -17,24 +17,24 @@ NO_ROOM = UserError("no room", cure="take less", field="train.micro_batch", valu
 def test_all_hear_the_first_word_and_no_other() -> None:
     store = HashStore()
     first, second, third = (Abort(store, rank, 3) for rank in range(3))
-    assert second.said() is None
-    first.say(NO_ROOM)
-    second.say(UserError("something else", cure="wait"))
+    assert second.announced() is None
+    first.announce(NO_ROOM)
+    second.announce(UserError("something else", cure="wait"))
     for one in (second, third, third):
-        assert str(one.said()) == str(NO_ROOM)
-    assert first.said() is None, "it knows its own"
+        assert str(one.announced()) == str(NO_ROOM)
+    assert first.announced() is None, "it knows its own"
 
 
 def test_who_serves_the_store_stays_until_all_have_heard() -> None:
     store = HashStore()
     server, other = Abort(store, 0, 2, serves=True, grace_s=30.0), Abort(store, 1, 2)
     server.linger()  # nobody has given up
-    server.say(NO_ROOM)
+    server.announce(NO_ROOM)
     lingering = threading.Thread(target=server.linger)
     lingering.start()
     lingering.join(0.2)
     assert lingering.is_alive()
-    assert other.said() is not None
+    assert other.announced() is not None
     lingering.join(10)
     assert not lingering.is_alive()
 
@@ -42,9 +42,9 @@ def test_who_serves_the_store_stays_until_all_have_heard() -> None:
 def test_a_rank_that_waits_is_ended_and_one_that_is_under_way_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     store, ended, left = HashStore(), threading.Event(), threading.Event()
     monkeypatch.setattr(rendezvous.os, "_exit", lambda status: ended.set())
-    Abort(store, 0, 3).say(NO_ROOM)
+    Abort(store, 0, 3).announce(NO_ROOM)
     with Abort(store, 1, 3, look_s=0.01, grace_s=0.01).watched(lambda: False):
-        assert ended.wait(10)
+        assert ended.wait(120)
     ended.clear()
 
     def under_way() -> bool:
@@ -52,13 +52,13 @@ def test_a_rank_that_waits_is_ended_and_one_that_is_under_way_is_not(monkeypatch
         return True
 
     with Abort(store, 2, 3, look_s=0.01, grace_s=0.01).watched(under_way):
-        assert left.wait(10)
+        assert left.wait(120)
     assert not ended.is_set()
 
 
 def test_alone_there_is_nobody_to_tell() -> None:
     alone = Abort(None)
-    alone.say(NO_ROOM)
+    alone.announce(NO_ROOM)
     alone.linger()
     with alone.watched(lambda: False):
-        assert alone.said() is None
+        assert alone.announced() is None

@@ -14,9 +14,9 @@ from support.parity.places import by_processes, by_threads
 from support.parity.runs import single
 from support.parity.task import Case, Seen
 
-from phalanx.model.offload import Offload, PlainLanes
+from phalanx.model.offload import Lanes, Offload
 from phalanx.parallel import apply
-from phalanx.parallel.process_groups import ThroughHost, make_gloo
+from phalanx.parallel.process_groups import _ThroughHost, make_gloo
 
 PARALLEL_BLOCK = {"block": "parallel"}
 WINDOWS = {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2}
@@ -75,7 +75,7 @@ def test_activations_on_the_host_change_nothing(name: str, monkeypatch: pytest.M
     case, made = CASES[name], []
 
     def make(_share: float, _device: torch.device) -> Offload:
-        made.append(Offload(1.0, PlainLanes(), least_bytes=64))
+        made.append(Offload(1.0, Lanes(), least_bytes=64))
         return made[-1]
 
     expected = single(case)
@@ -99,7 +99,7 @@ def test_a_layout_computes_the_same_over_gloo(name: str) -> None:
 def test_a_layout_computes_the_same_through_the_host(name: str) -> None:
     """As ranks that share a GPU talk."""
     case = CASES[name]
-    (found,) = by_threads([case], lambda *told: ThroughHost(make_gloo(*told)))
+    (found,) = by_threads([case], lambda *told: _ThroughHost(make_gloo(*told)))
     seen = difference(found, single(case))
     assert seen.passes, seen
 

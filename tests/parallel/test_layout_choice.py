@@ -12,7 +12,7 @@ from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import Task, needed_bytes
-from phalanx.parallel.layout_choice import Choice, Judge, Machines, Need, Verdict, choose_layout
+from phalanx.parallel.layout_choice import Judge, LayoutChoice, Machines, Need, Verdict, choose_layout
 
 MODEL: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 8, "vocab_size": 256, "max_sequence": 64}
 
@@ -22,7 +22,7 @@ def task(batch: int = 16, micro_batch: int = 0, weight_bytes: int = 4_000, **mod
     return Task(config, 64, (batch,), micro_batch, weight_bytes, weight_bytes, 2 * weight_bytes)
 
 
-def choose(settings: dict[str, Any], what: Task | None = None, **machines: Any) -> Choice:
+def choose(settings: dict[str, Any], what: Task | None = None, **machines: Any) -> LayoutChoice:
     config = validate(ParallelConfig, settings)
     return choose_layout(config, what or task(), Machines(**({"ranks_per_host": 8} | machines)))
 
@@ -164,7 +164,7 @@ def judged(verdicts: dict[str, Verdict]) -> Judge:
     return judge
 
 
-def by_judge(judge: Judge, batch: int = 64) -> Choice:
+def by_judge(judge: Judge, batch: int = 64) -> LayoutChoice:
     return choose_layout(ParallelConfig(devices=8), task(batch), Machines(8), judge)
 
 

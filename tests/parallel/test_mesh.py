@@ -194,16 +194,16 @@ threads = [threading.Thread(target=mesh.prepare, args=(mesh.group("tensor"),)) f
 work = both[0].group("tensor").all_reduce(torch.ones(1))  # the other never comes
 begin = time.monotonic()
 both[0].close()
-print("in time:", time.monotonic() - begin < 5)
+print(begin, time.monotonic())
 """
 
 
 @pytest.mark.slow
 def test_closing_does_not_wait_for_what_is_stuck_nor_does_the_end_of_the_process() -> None:
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50, check=True)
-    assert "in time: True" in done.stdout
-    assert time.monotonic() - begin < 45
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=280, check=True)
+    ended = time.monotonic()
+    begin, closed = map(float, done.stdout.split())
+    assert closed - begin < 30 and ended - begin < 50  # of a timeout of a minute
 
 
 def test_torch_finds_a_registered_group_by_its_name() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.store_port import port_of
 
 from phalanx.core.layout import Layout
 from phalanx.ipc.tree_peers import TreePeers
 from phalanx.parallel import process_groups
-from phalanx.parallel.rendezvous import open_store, port_of
+from phalanx.parallel.rendezvous import open_store
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

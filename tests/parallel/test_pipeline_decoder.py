@@ -14,10 +14,9 @@ from phalanx.model.logical_parameters import LogicalParameters, initialise
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.group import Group
-from phalanx.parallel.pipeline.pipeline_executor import PipelineExecutor
+from phalanx.parallel.pipeline.pipeline_executor import AutogradStage, PipelineExecutor
 from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.parallel.pipeline.split import StageSpan, split_stages
-from phalanx.parallel.stage import AutogradStage
 from phalanx.parallel.tensor.tensor_parallel import spread_tensor
 
 BATCH, LENGTH, COUNT = 2, 8, 4

@@ -59,7 +59,7 @@ def test_no_cut_is_better(costs: list[int], data: st.DataObject) -> None:
 
     inner = itertools.combinations(range(1, len(costs)), stages - 1)
     best = min(value((0, *bounds, len(costs))) for bounds in inner)
-    found = cut([float(cost) for cost in costs], stages)
+    found = list(cut(tuple(float(cost) for cost in costs), stages))
     assert found == sorted(set(found)) and len(found) == stages + 1
     assert value(tuple(found)) == best
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.core.layout import Layout
 from phalanx.parallel.process_groups import make_gloo
-from phalanx.parallel.tensor.overlap import ChunkedOverlap, Overlap, PlainOverlap, falling_chunks, rising_chunks
+from phalanx.parallel.tensor.overlap import ChunkedOverlap, Overlap, falling_chunks, rising_chunks
 
 
 @given(rows=st.integers(1, 300), count=st.integers(1, 40))
@@ -51,7 +51,7 @@ def test_chunked_is_plain_in_another_order(
     def body(groups: ThreadGroups) -> tuple[list[Tensor], list[Tensor]]:
         group = groups.group("tensor")
         chunked = everything(ChunkedOverlap(group, chunks, messages=messages), rows, dtype)
-        return chunked, everything(PlainOverlap(group), rows, dtype)
+        return chunked, everything(Overlap(group), rows, dtype)
 
     for chunked, plain in run_ranks(Layout(tensor=size), body, make_gloo if messages else None):
         for got, expected in zip(chunked, plain, strict=True):

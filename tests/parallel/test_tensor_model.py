@@ -19,7 +19,8 @@ from phalanx.model.logical_parameters import LogicalParameters, initialise
 from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.feasible import local_config, tensor_shards
 from phalanx.parallel.group import Group
-from phalanx.parallel.tensor.tensor_parallel import local_context, spread_tensor
+from phalanx.parallel.stage import local_context
+from phalanx.parallel.tensor.tensor_parallel import spread_tensor
 
 VARIANTS: dict[str, dict[str, Any]] = model_builders.VARIANTS | {
     "qwen": model_builders.VARIANTS["qwen"] | {"kv_heads": 2},  # a single key/value head cannot be split

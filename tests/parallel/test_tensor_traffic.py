@@ -13,7 +13,9 @@ from phalanx.model.decoder import DecoderPart
 from phalanx.model.forward_context import DropoutState
 from phalanx.parallel.feasible import local_config
 from phalanx.parallel.group import Group, Traffic
-from phalanx.parallel.tensor.tensor_parallel import local_context, local_rows, spread_tensor
+from phalanx.parallel.stage import local_context
+from phalanx.parallel.tensor.parallel_linear import local_rows
+from phalanx.parallel.tensor.tensor_parallel import spread_tensor
 
 HIDDEN, LENGTH = 32, 16
 
@@ -31,10 +33,10 @@ def layer_traffic(groups: ThreadGroups, block: str, overlap: str) -> tuple[int, 
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
     x = torch.randn(LENGTH // group.size, HIDDEN, requires_grad=True)
     y = part.blocks(x, local_context(part.context(tokens), group))
-    forward = group.traffic.total_bytes
+    forward = sum(group.traffic.sent_bytes.values())
     group.traffic = Traffic()
     y.sum().backward()
-    return forward, group.traffic.total_bytes
+    return forward, sum(group.traffic.sent_bytes.values())
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ThreadGroups, run_ranks
+from support.chunk_memory import memory_bytes, wait_for_weights
 from torch import Tensor
 from zero_runs import SEED, Job, assert_parity, batch, make_chunk, single, split, split_backwards
 
@@ -20,7 +21,7 @@ from phalanx.model.layers import Part
 from phalanx.model.logical_parameters import initialise
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.deferred_gradients import WeightQueue
-from phalanx.parallel.zero.bucket import Kind, Place, StoredParameter, runs
+from phalanx.parallel.zero.bucket import BucketKind, BucketLayout, StoredParameter, runs
 
 LAYOUTS = {
     "replicate2": (Layout(replicate=2), {}),
@@ -106,14 +107,14 @@ def test_a_group_of_one_and_evaluation_between_steps() -> None:
     def body(groups: ThreadGroups) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
         chunk = make_chunk(groups, job.config, ParallelConfig(shard=groups.layout.shard, zero=3), job)
         chunk.gather()
-        chunk.wait()
-        before = chunk.memory_bytes()
+        wait_for_weights(chunk)
+        before = memory_bytes(chunk)
         part = chunk.part
         with torch.no_grad():
             context = part.context(tokens)
             hidden = part.norm(part.blocks(part.embed(tokens, context), context))  # type: ignore[misc]
             loss = part.sums(hidden, targets.flatten(), weights.flatten())[0]
-        return loss, before, chunk.memory_bytes()
+        return loss, before, memory_bytes(chunk)
 
     for layout in (Layout(), Layout(shard=2)):
         for loss, before, after in run_ranks(layout, body):
@@ -157,7 +158,7 @@ def test_a_gradient_that_comes_too_late_is_not_lost_in_silence() -> None:
 )
 def test_parts_of_a_bucket_hold_every_row_once(sizes: list[tuple[int, bool, int]], ranks: int, width: int) -> None:
     """Whatever the sizes: what the ranks' runs say of a flat bucket puts every logical parameter together again."""
-    place = Place(Kind(torch.float32, False, False, False, -1), width)
+    place = BucketLayout(BucketKind(torch.float32, False, False, False, -1), width)
     flat, logical = [], {}
     for number, (rows, vector, parts) in enumerate(sizes):
         shape = (rows * parts,) if vector else (rows * parts, width)

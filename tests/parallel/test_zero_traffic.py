@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import ThreadGroups, run_ranks
+from support.chunk_memory import memory_bytes, stored_bytes, wait_for_weights
 from torch import Tensor
 from zero_runs import Job, backwards, batch, make_chunk, optimizer_of
 
@@ -16,7 +17,7 @@ from phalanx.core.layout import Layout
 from phalanx.model.shapes import num_parameters
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.group import Group
-from phalanx.parallel.zero.chunk import ShardedChunk, stored_bytes
+from phalanx.parallel.zero.chunk import ShardedChunk
 
 AXES = ("replicate", "shard", "context")
 
@@ -131,7 +132,7 @@ def test_a_module_waits_for_its_own_weights_only(layout: Layout, monkeypatch: py
             chunk.part.blocks(x, context)
             waited.append([i for i, b in enumerate(chunk._buckets) if b._gathering is not pending[i]])
             assert chunk._buckets[-1]._gathering is pending[-1] is not None  # that of the head
-        chunk.wait()
+        wait_for_weights(chunk)
 
     on_ranks(layout, Job(), body)
     after_embedding, after_blocks = waited
@@ -151,7 +152,7 @@ def test_memory_is_divided_by_the_ranks(ranks: int, zero: int, parts: str) -> No
         chunk.finish()
         optimizer.step()
         vectors = sum(b.place.padded_rows(1) * b.place.width * 4 for b in chunk._buckets if b.place.kind.vectors)
-        memory = chunk.memory_bytes()
+        memory = memory_bytes(chunk)
         state = stored_bytes(optimizer.state_tensors().values())
         whole = 4 * num_parameters(job.config)
         return {
@@ -168,7 +169,7 @@ def test_memory_is_divided_by_the_ranks(ranks: int, zero: int, parts: str) -> No
 def test_replicas_and_a_single_rank_keep_one_copy() -> None:
     def body(_groups: ThreadGroups, chunk: ShardedChunk) -> tuple[int, int]:
         chunk.gather()
-        return chunk.memory_bytes()
+        return memory_bytes(chunk)
 
     for parameters, gradients in on_ranks(Layout(replicate=2), Job(), body, zero=3):
         assert parameters == pytest.approx(4 * num_parameters(Job().config), rel=0.05) and gradients == 0
@@ -183,7 +184,7 @@ def test_a_few_blocks_of_weights_and_whole_gradients_live_at_once(zero: int) -> 
         seen: Counter[str] = Counter()
 
         def look(*_: Any) -> None:
-            memory = chunk.memory_bytes()
+            memory = memory_bytes(chunk)
             seen["parameters"] = max(seen["parameters"], memory.parameters)
             seen["gradients"] = max(seen["gradients"], memory.gradients)
 

@@ -20,7 +20,8 @@ from phalanx.optim.config import OptimConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.feasible import local_config, tensor_shards
-from phalanx.parallel.tensor.tensor_parallel import local_context, spread_tensor
+from phalanx.parallel.stage import local_context
+from phalanx.parallel.tensor.tensor_parallel import spread_tensor
 from phalanx.parallel.zero.chunk import ShardedChunk
 from phalanx.parallel.zero.reductions import GradientNorm, reduction_over
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.software import MEGATRON_DEEPSPEED
 from phalanx.plan.types import Job, Model, Strategy

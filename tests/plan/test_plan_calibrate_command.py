@@ -19,7 +19,7 @@ from phalanx.cli.main import group
 from phalanx.core.errors import UserError
 from phalanx.plan.calibrate import measure
 from phalanx.plan.calibrate.measure import MeasurementPlan, RankPlacement
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_time_limit_ends_all(started: list[subprocess.Popen[bytes]]) -> None
 
 
 def test_help_and_the_planner_know_nothing_of_torch() -> None:
-    modules = "phalanx.cli.calibration, phalanx.cli.plan_calibrate, phalanx.plan.calibrate.calibration_files"
+    modules = "phalanx.cli.calibration, phalanx.cli.plan_command, phalanx.plan.calibrate.calibration_files"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 

@@ -14,8 +14,8 @@ from phalanx.model.shapes import mean_keys
 from phalanx.plan.calibrate.calibration_files import MeasuredMachine, described, quoted, write_cluster
 from phalanx.plan.calibrate.measure import Measurements, found_of
 from phalanx.plan.calibrate.ratios import _layer, host_launch_s, ratios
+from phalanx.plan.hardware.cluster import load_cluster, load_device
 from phalanx.plan.hardware.device_model import Device
-from phalanx.plan.hardware.hardware_files import load_cluster, load_device
 from phalanx.plan.layer import layer
 from phalanx.plan.operations import Attend, local_of, timed
 from phalanx.plan.overheads import update_s

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from phalanx.api.planning import Planned, cluster_of, plan_of
 from phalanx.cli.main import main
-from phalanx.cli.plan import command as plan
-from phalanx.cli.planning import Planned, cluster_of, plan_of
+from phalanx.cli.plan_command import command as plan
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.hardware.cluster import load_cluster
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.predict import predict
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.memory_fit import GPU_MEMORY_SHARE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli.plan import command as plan
+from phalanx.cli.plan_command import command as plan
 from phalanx.core.errors import UserError
 
 SMALL = """

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from support import tiny
 
-from phalanx.cli.expecting import expected_of, grouped
-from phalanx.cli.planning import known_cluster, plan_of
+from phalanx.api.planning import expected_of, grouped, plan_of
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import known_cluster, load_cluster
 from phalanx.plan.predict import predict
 from phalanx.train.config import RunConfig
 

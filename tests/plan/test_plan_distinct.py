@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.hardware.formula import distinct
+from phalanx.plan.types import distinct
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 10**6, 10**12])] * 4), max_size=30))

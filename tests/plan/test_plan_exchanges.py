@@ -10,18 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.communication import (
-    context_exchange,
-    data_exchange,
-    gather_lead_s,
-    reduce_tail_s,
-    row_exchange,
-    tensor_exchange,
-    zero3_exchange,
-)
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
+from phalanx.plan.layer import context_exchange, row_exchange, tensor_exchange, zero3_exchange
 from phalanx.plan.operations import Passes, local_of
 from phalanx.plan.software import MEGATRON_2022, MEGATRON_2023
+from phalanx.plan.stages import data_exchange, gather_lead_s, reduce_tail_s
 from phalanx.plan.types import Job, Model, Overlap, Strategy
 
 CLUSTER = load_cluster("selene", 512)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.hardware import device_names, load_device
-from phalanx.plan.hardware.formula import LogCurve, LogGrid
+from phalanx.plan.hardware.device_model import LogCurve, LogGrid
 
 DEVICES = {name: load_device(name) for name in device_names()}
 EVERY = pytest.mark.parametrize("name", list(DEVICES))
@@ -83,12 +83,12 @@ def test_a_curve_goes_through_its_points_and_straight_between() -> None:
 
 @given(x=st.floats(1e-3, 1e6), y=st.floats(1e-3, 1e6))
 def test_a_grid_gives_numbers_and_arrays_alike(x: float, y: float) -> None:
-    grid = LogGrid((0.1, 1, 50), (2, 64, 1000), ((1, 2, 3), (1.5, 0.5, 4), (1, 1, 9)))
+    grid = LogGrid(((0.1, 1, 50), (2, 64, 1000)), ((1, 2, 3), (1.5, 0.5, 4), (1, 1, 9)))
     assert grid.at(np.array([x, x]), np.array([y, y])) == pytest.approx([grid.at(x, y)] * 2)
     assert 0.5 <= grid.at(x, y) <= 9 * (1 + 1e-9)
 
 
 def test_a_grid_goes_through_its_points() -> None:
-    grid = LogGrid((1, 4), (1, 4), ((1, 4), (16, 64)))
+    grid = LogGrid(((1, 4), (1, 4)), ((1, 4), (16, 64)))
     assert (grid.at(1, 4), grid.at(4, 1)) == pytest.approx((4, 16))
     assert grid.at(2, 2) == pytest.approx(8)

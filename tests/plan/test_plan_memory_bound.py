@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.memory import memory_bound, rank_memory
+from phalanx.plan.memory.bound import memory_bound
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.types import Job, Model, Software, Strategy
 
 MEGATRON = Software(
@@ -114,7 +115,7 @@ def test_hundreds_of_thousands_take_a_few_seconds_at_most() -> None:
         shard=draw.choice([1, 8, 64], 300_000),
         schedule="interleaved_1f1b",
     )
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     found = memory_bound(Job(model, 2048, 6144, software=MEGATRON), some)
-    assert time.perf_counter() - begin_s < 15
+    assert time.process_time() - begin_s < 15
     assert np.isfinite(found).all() and (found > 0).all()

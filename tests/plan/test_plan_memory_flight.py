@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import Table, make_table
-from phalanx.plan.memory.rank import held
+from phalanx.plan.pipeline.grid import held
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 

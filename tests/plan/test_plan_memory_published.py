@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.types import Job, Model, RankMemory, Recompute, Software, Strategy
 
 GIB = 1 << 30

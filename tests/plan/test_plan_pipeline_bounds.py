@@ -13,7 +13,7 @@ from pipeline_simulation import SCHEDULES, Case, simulate
 
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.schedules import Table, _one_forward_one_backward, placement_of
+from phalanx.parallel.pipeline.schedules import Table, _rank_actions, placement_of
 from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
 from phalanx.plan.pipeline.step_time import StageCosts, evaluate, evaluate_few, even_span
 
@@ -179,8 +179,9 @@ def test_fewer_micro_batches_than_ranks_are_exact_too(sizes: tuple[int, int], se
     random = np.random.default_rng(seed)
     some = [random.uniform(0.1, 1, ranks) for _ in range(4)]
     costs = StageCosts(*some, random.uniform(0, 0.3, ranks - 1), bool(random.integers(2)))
-    lists = tuple(tuple(_one_forward_one_backward(rank, ranks, count)) for rank in range(ranks))
-    table = Table("1f1b", placement_of("1f1b", ranks, 1), count, lists)
+    placement = placement_of("1f1b", ranks, 1)
+    lists = tuple(tuple(_rank_actions("1f1b", placement, rank, count)) for rank in range(ranks))
+    table = Table("1f1b", placement, count, lists)
     events = simulate(Case("1f1b", ranks, 1, count, costs), table)
     step = evaluate_few(ranks, count, costs)
     assert step.span_s == pytest.approx(events.span)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
 from phalanx.plan.software import MEGASCALE, MEGATRON_2021, MEGATRON_2023, PHALANX

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli.plan import command as plan
+from phalanx.cli.plan_command import command as plan
 from phalanx.core.errors import UserError
 from phalanx.plan.software import LAYOUTS, SOFTWARE
 
@@ -50,6 +50,11 @@ def test_where_no_layout_of_a_program_fits_none_is_shown() -> None:
     """ZeRO 2 keeps all 70 billion weights on every GPU."""
     error = _plan("--software", "deepspeed").exception
     assert isinstance(error, UserError) and "no layout of so many devices fits" in str(error)
+
+
+def test_an_axis_that_a_program_does_not_have_is_named_where_the_others_are_open() -> None:
+    error = _plan("--software", "deepspeed", "parallel.context=2").exception
+    assert isinstance(error, UserError) and error.field == "parallel.context" and "set it to 1" in str(error)
 
 
 def test_a_search_stays_within_the_program() -> None:

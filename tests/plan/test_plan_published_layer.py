@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.software import MEGATRON_2022
 from phalanx.plan.stages import layer_costs
 from phalanx.plan.types import Job, Model, Recompute, Strategy

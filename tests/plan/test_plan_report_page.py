@@ -14,10 +14,10 @@ import pytest
 from plan_report_samples import report
 
 from phalanx.core.errors import UserError
+from phalanx.figures.pages.page_blocks import html_of, write_page
 from phalanx.parallel.config import Schedule
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.page_blocks import html_of, write_page
 from phalanx.plan.report.report_model import PredictionReport
 from phalanx.plan.report.report_page import prediction_figures, prediction_sections, step_timeline
 from phalanx.plan.software import MEGATRON_2022, PHALANX
@@ -62,7 +62,7 @@ def test_a_page_holds_all_it_needs(tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", "a title", prediction_sections(shown), prediction_figures(shown))
     page = _read(tmp_path / "page.html")
     assert page.loaded == []
-    assert {name for name in page.ids if not name.startswith("source-")} == {"step", "memory", "pipeline"}
+    assert {name for name in page.ids if not name.startswith("source-")} == {"step", "memory", "pipeline", "plotly"}
     figures = json.loads(re.findall(r"^const figures = (.*);$", page.scripts[-1], flags=re.MULTILINE)[0])
     assert figures == json.loads(json.dumps(prediction_figures(shown)))
     assert any(len(script) > 1_000_000 for script in page.scripts)  # plotly.js

@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 from search_costs import GPT3, FakeCosts
 
-from phalanx.plan.report.page_blocks import write_page
-from phalanx.plan.report.report_json import search_json
+from phalanx.figures.pages.page_blocks import write_page
+from phalanx.figures.style import thinned
+from phalanx.plan.report.report_model import search_json
 from phalanx.plan.report.report_page import search_figures, search_sections
-from phalanx.plan.report.search_text import (
+from phalanx.plan.report.report_text import (
     axes_of,
     numbers_of,
     others_text,
@@ -26,7 +27,6 @@ from phalanx.plan.report.search_text import (
     short_columns,
     short_text,
     split_columns,
-    thinned,
 )
 from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.search import ChoiceOutcome, SearchResult, search

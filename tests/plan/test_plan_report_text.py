@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from plan_report_samples import part, prediction, report
 from rich.console import Console
 
-from phalanx.plan.report.report_json import prediction_json
-from phalanx.plan.report.report_model import MEMORY_KINDS, make_tree, printed, pruned
+from phalanx.plan.report.report_model import MEMORY_KINDS, make_tree, prediction_json, printed, pruned
 from phalanx.plan.report.report_text import bar, prediction_text, run_line, seconds_text, wrapped
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli.plan import command as plan
+from phalanx.cli.plan_command import command as plan
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.overheads import LEARNT, OWN_SPREAD, residual_of
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score

@@ -10,15 +10,15 @@ from search_costs import FakeCosts
 from phalanx.model.config import ModelConfig
 from phalanx.parallel.feasible import Task
 from phalanx.parallel.layout_choice import Machines, choose_layout
-from phalanx.plan.jobs import make_strategy
+from phalanx.plan.jobs import make_strategy, model_of
 from phalanx.plan.report.report_model import foreign, toml_keys
 from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.search import search
-from phalanx.plan.types import Job, Model, Strategy
+from phalanx.plan.types import Job, Strategy
 from phalanx.train.config import RunConfig
 
 CONFIG = ModelConfig(layers=8, hidden=512, heads=8, vocab_size=1024, max_sequence=4096)
-JOB = Job(Model.of(CONFIG), 4096, 64)
+JOB = Job(model_of(CONFIG), 4096, 64)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import pytest
 from plan_report_samples import report
 from rich.console import Console
 
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.figures.pages.page_blocks import html_of
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.page_blocks import html_of
-from phalanx.plan.report.report_json import prediction_json
-from phalanx.plan.report.report_model import changed_settings
+from phalanx.plan.report.report_model import changed_settings, prediction_json
 from phalanx.plan.report.report_page import prediction_sections
 from phalanx.plan.report.report_text import prediction_text
 from phalanx.plan.score import score

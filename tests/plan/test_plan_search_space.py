@@ -19,6 +19,7 @@ from phalanx.model.config import ModelConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import Task
 from phalanx.parallel.layout_choice import Machines, choose_layout
+from phalanx.plan.jobs import model_of
 from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.space import NUMERIC, SearchSpace, layouts
 from phalanx.plan.types import Job, Model
@@ -119,7 +120,7 @@ def test_the_search_offers_exactly_what_train_accepts(
         attention=window or ("full",),  # type: ignore[arg-type]
         window=2 if window else 0,
     )
-    job = Job(Model.of(model), sequence, batch, optimizer="muon" if muon else "adamw")
+    job = Job(model_of(model), sequence, batch, optimizer="muon" if muon else "adamw")
     offered = rows(layouts(job, SearchTarget(devices, 8, 1e9), parse(EVERYTHING)))
     assert len(set(offered)) == len(offered)
     assert set(offered) == set(accepted(model, sequence, batch, devices, "muon" if muon else ""))

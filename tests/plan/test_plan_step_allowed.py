@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.jobs import JOB, MODEL, SOFTWARE, STRATEGY, Allowed
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Job, Model, Software, Strategy

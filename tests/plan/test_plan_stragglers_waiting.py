@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from phalanx.parallel.config import Schedule
+from phalanx.plan.overheads import Spread, most_of_normals, pipeline_loss, pipeline_sigma, slowest, waiting
 from phalanx.plan.pipeline import grid as grids
 from phalanx.plan.pipeline.grid import round_length
 from phalanx.plan.pipeline.step_time import _row_by_row, even_span
-from phalanx.plan.slowest_of_n import Spread, most_of_normals, pipeline_loss, pipeline_sigma, slowest, waiting
 
 HARTER = {
     1: 0.0,

@@ -10,7 +10,7 @@ import pytest
 from frontier_study import in_order, shares
 
 from phalanx.core.errors import UserError
-from phalanx.plan.validate.assumptions import ALTERNATIVES, SETTINGS, Setting
+from phalanx.plan.validate.assumptions import SETTINGS, Setting
 from phalanx.plan.validate.compare import TableResult, ablation, compare
 from phalanx.plan.validate.published import TABLES, read_table
 
@@ -82,7 +82,7 @@ def test_each_gain_of_megascale_has_its_sign() -> None:
 def test_open_choices_are_spread_over() -> None:
     setting = BY_TABLE["megascale_table2_megascale"]
     found = compare(setting)
-    expected = sum(len(values) for values in ALTERNATIVES[setting.table].values())
+    expected = sum(len(values) for values in setting.alternatives.values())
     assert len(found.spread) == expected
     assert len(set(found.spread.values())) > 1
 

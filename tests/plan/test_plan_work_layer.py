@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token
+from phalanx.plan.jobs import model_of
 from phalanx.plan.layer import head, layer
 from phalanx.plan.operations import Attend, Product, local_of
 from phalanx.plan.software import FSDP2, MEGATRON_2022, PHALANX
@@ -56,7 +57,7 @@ def forward_flops(job: Job, strategy: Strategy) -> float:
 @given(configs(), st.sampled_from((1, 2, 4)))
 @settings(max_examples=60, deadline=None)
 def test_products_and_attention_of_all_ranks_are_the_flops_of_the_model(config: ModelConfig, micro_batch: int) -> None:
-    job = Job(Model.of(config), 256, micro_batch)
+    job = Job(model_of(config), 256, micro_batch)
     expected = flops_per_token(config, 256).forward * micro_batch * 256
     assert forward_flops(job, Strategy(micro_batch=micro_batch)) == pytest.approx(expected, rel=1e-12)
     assert model_flops(job) == pytest.approx(3 * expected, rel=1e-12)
@@ -67,7 +68,7 @@ def test_products_and_attention_of_all_ranks_are_the_flops_of_the_model(config: 
 def test_split_over_ranks_each_has_its_share(config: ModelConfig, tensor: int, context: int) -> None:
     if config.num_kv_heads % tensor:
         return  # ranks hold copies of keys and values then
-    job = Job(Model.of(config), 256, 2)
+    job = Job(model_of(config), 256, 2)
     whole = forward_flops(job, Strategy(micro_batch=2))
     share = forward_flops(job, Strategy(tensor=tensor, context=context, micro_batch=2))
     assert share * tensor * context == pytest.approx(whole, rel=1e-12)

@@ -15,8 +15,8 @@ import httpx
 from driver_helpers import Town, running
 
 from phalanx.run.api.app import make_app
-from phalanx.run.api.job import Job
-from phalanx.run.api.server import HttpServer
+from phalanx.run.api.http_server import HttpServer
+from phalanx.run.api.job import JobControl
 from phalanx.run.decide import policy
 from phalanx.run.reports.recent_events import Hub
 from phalanx.run.secrets import Token, ensure_token
@@ -47,7 +47,7 @@ class House:
     """
 
     town: HubTown
-    job: Job
+    job: JobControl
     token: Token
     folder: Path
     url: str
@@ -91,7 +91,7 @@ def open_house(folder: Path, hosts: int = 3, tls: ssl.SSLContext | None = None, 
     folder.mkdir(parents=True, exist_ok=True)
     token = ensure_token(folder / "secret" / "token")
     town = make_town(folder, hosts)
-    job = Job(town.driver, town.driver._book, town.hub, folder, folder / "logs", town._clocks)
+    job = JobControl(town.driver, town.driver._book, town.hub, folder, folder / "logs", town._clocks)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -12,11 +12,11 @@ from phalanx.run.decide import actions
 from phalanx.run.decide.events import SuspectsNamed
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import State
-from phalanx.run.driver.driver import Driver, Settings
+from phalanx.run.driver.driver import Driver, WatchSettings
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.messages import heartbeat
-from phalanx.run.wire.connection import Mark
+from phalanx.run.wire.message_frames import ReceivedMark
 
 STEP_S = 1.0
 ALL_GOOD = [messages.CheckOutcome("memory", "pass")]
@@ -133,11 +133,11 @@ class Town:
         hosts: Sequence[str],
         job: Job,
         policy: Policy | None = None,
-        settings: Settings | None = None,
+        settings: WatchSettings | None = None,
     ) -> None:
         self.path = str(folder / "journal.db")
         self.hosts = {name: FakeHost(name) for name in hosts}
-        self.job, self.policy, self.settings = job, policy or Policy(), settings or Settings()
+        self.job, self.policy, self.settings = job, policy or Policy(), settings or WatchSettings()
         self.now_s = 1000.0
         self.told: list[actions.Action] = []
         self.explained: list[tuple[str, messages.Evidence | messages.WorkerEnded]] = []
@@ -157,11 +157,14 @@ class Town:
         self.inbox += [(host, answer) for answer in there.answer(message, self.now_s)]
         return True
 
-    def mark(self, host: str) -> Mark | None:
+    def mark(self, host: str) -> ReceivedMark | None:
         return None
 
     def acknowledge(self, host: str) -> None:
         pass
+
+    def other_versions(self) -> dict[str, int]:
+        return {}
 
     def arrived(self, host: str) -> None:
         self.here.append(host)

@@ -8,6 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from phalanx.detect.detection import Culprit, Detection
+from phalanx.run.decide.actions import KeepDetection
 from phalanx.run.messages import HostState, Interface, WorkerState
 from phalanx.run.reports.recent_events import HostView, IncidentView, Item, Overview, Told, Wrote
 
@@ -30,6 +32,13 @@ def host(number: int, state: str = "active", **changes: Any) -> HostView:
         workers=workers,
     )
     return replace(view, **changes)
+
+
+def detection(number: int, sentence: str = "host-1 is slow", **changes: Any) -> KeepDetection:
+    """What a judge has found."""
+    who = (Culprit("host", "host-1", (2, 3), ("host-1",)),)
+    found = Detection("slow host", sentence, who, confidence=0.9, why=(sentence,), then=(sentence,), advice="check")
+    return replace(KeepDetection(number, T, 1, "stragglers", found), **changes)
 
 
 def with_links(view: HostView, *links: Interface) -> HostView:

@@ -20,9 +20,11 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
-from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
+from phalanx.run.executor.reaper import Reaper, choose_containment, run_guarded
+from phalanx.telemetry.recording import open_recording
+from phalanx.telemetry.writer_place import WriterPlace
 
-GUARD_S = 60.0
+GUARD_S = 240.0
 LIVES_S = 100.0  # of what nobody kills: tests leave nothing behind for good
 _FORKS = 20_000
 
@@ -87,6 +89,18 @@ def hopping(ready: Callable[[], object]) -> None:
 
 def with_keeper(ready: Callable[[], object]) -> None:
     ensure_keeper(Path(os.environ["PHALANX_KEEPER"]))
+    ready()
+    time.sleep(LIVES_S)
+
+
+def with_writer(ready: Callable[[], object]) -> None:
+    """Records, and is killed without having closed its ring."""
+    run = Path(os.environ["PHALANX_KEEPER"]).with_name("run")
+    recording = open_recording(run, rank=0, attempt=0, is_first_of_host=True)
+    with recording.step(1):
+        pass
+    while not WriterPlace.of(run).is_written:
+        time.sleep(0.01)
     ready()
     time.sleep(LIVES_S)
 
@@ -194,6 +208,18 @@ def keeper(host: Host) -> dict:
     return found
 
 
+def writer(host: Host) -> dict:
+    """A rank that records is killed: what writes its spans is not, and ends by itself."""
+    descriptor = host.fork("with_writer")
+    host.reaper.end_attempt(GUARD_S)
+    left = sorted(host.reaper.left())
+    host.reaper.end_all(GUARD_S)
+    deadline_s = time.monotonic() + GUARD_S
+    while WriterPlace.of(host.fifo.with_name("run")).is_written and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return {"gone": is_over(descriptor), "left": left, "template": host.template.wait(GUARD_S)}
+
+
 def false_keepers(host: Host) -> dict:
     """What only looks like a keeper is killed."""
     descriptor = host.fork("impostor", "in_name_only")
@@ -224,11 +250,11 @@ def _stop(number: int, frame: object) -> None:
 def leave(host: Host) -> dict:
     """End without ending anything."""
     host.fork("daemon", "own_session", "plain")
-    return {"way": host.reaper.way.name}
+    return {"way": host.reaper.containment.name}
 
 
 def main(wanted: str, scenario: str, folder: Path) -> int:
-    way = choose_way(lambda line: print(line, file=sys.stderr, flush=True), name=folder.name, ways=[wanted])
+    way = choose_containment(lambda line: print(line, file=sys.stderr, flush=True), name=folder.name, ways=[wanted])
 
     def serve(reaper: Reaper) -> int:
         print(json.dumps(globals()[scenario](Host(reaper, folder))), flush=True)

@@ -1,4 +1,4 @@
-"""An executor whose driver, hold on processes and senses are a test's; its template and ranks are real."""
+"""An executor whose driver, reaper and monitor of the host are a test's; its template and ranks are real."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from phalanx.detect.hangs.socket_activity import StillnessWatch
 from phalanx.run import messages
 from phalanx.run.executor.executor import Executor
 from phalanx.run.executor.flight_recorder import Subject
+from phalanx.run.executor.host_monitor import HostContext
 from phalanx.run.executor.reaper import Killed
-from phalanx.run.executor.workers import Here, Senses
 from phalanx.run.messages import report_of
 
 GUARD_S = 240.0
 M = TypeVar("M")
 
 
-class Holder:
+class Reaper:
     """Holds nothing; counts."""
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class Driver:
                 await self.changed.wait()
 
 
-def look(subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
+def gather(subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
     return messages.Evidence(attempt, [messages.RankEvidence(subject.rank, "here") for subject in subjects])
 
 
@@ -78,19 +80,25 @@ def findings(rank: int, lines: Sequence[str]) -> list[messages.Finding]:
     return [messages.Finding(rank, "greeting", "unknown", line) for line in lines if "host" in line]
 
 
-SENSES = Senses(
-    state=lambda: messages.HostState(0.5, 2, 1, 3),
-    look=look,
-    check=check,
-    findings=findings,
-    hello=lambda: messages.Hello(1, "h", "127.0.0.1", 2, 2, [], "left", "boot", os.getpid(), 0, []),
-)
+@dataclass(frozen=True)
+class Monitor:
+    """Plays `phalanx.run.executor.host_monitor.HostMonitor`."""
+
+    state: Callable[[], messages.HostState] = lambda: messages.HostState(0.5, 2, 1, 3)
+    gather: Callable[[Sequence[Subject], int, float], messages.Evidence] = gather
+    check: Callable[[str, Sequence[str], Sequence[int]], list[messages.CheckOutcome]] = check
+    findings: Callable[[int, Sequence[str]], list[messages.Finding]] = findings
+    begin_attempt: Callable[[], None] = lambda: None
+    stillness: Callable[[], StillnessWatch] = StillnessWatch
+
+    def hello(self) -> messages.Hello:
+        return messages.Hello(1, "h", "127.0.0.1", 2, 2, [], "left", "boot", os.getpid(), 0, [])
 
 
 def make_executor(
     folder: Path,
     script: str,
-    senses: Senses = SENSES,
+    monitor: Monitor | None = None,
     clock: Callable[[], float] = time.monotonic,
     address: str = "127.0.0.1",
     hosts: int = 1,
@@ -100,8 +108,8 @@ def make_executor(
     (folder / "pages").mkdir()
     driver = Driver()
     pages, logs = folder / "pages", folder / "logs"
-    here = Here("h", address, "left", dict(os.environ), pages, logs, driver_lost_s=10.0, hosts=hosts)
-    return Executor(here, driver, Holder(), senses, clock=clock), driver
+    context = HostContext("h", address, "left", dict(os.environ), pages, logs, driver_lost_s=10.0, hosts=hosts)
+    return Executor(context, driver, Reaper(), monitor or Monitor(), clock=clock), driver
 
 
 def workers_of(beat: messages.Heartbeat) -> list[messages.WorkerState]:

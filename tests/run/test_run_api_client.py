@@ -16,14 +16,14 @@ from driver_helpers import running
 
 from phalanx.core.errors import UserError
 from phalanx.run import messages
+from phalanx.run.api.api_client import Client
 from phalanx.run.api.bodies import Status, status_body
-from phalanx.run.api.client import Client
 from phalanx.run.clock import Now
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Host, State
 from phalanx.run.driver.job_status import Known, overview
 from phalanx.run.incidents.incident_pages import store
-from phalanx.run.incidents.report import Incident, Outcome, Seen
+from phalanx.run.incidents.report import Incident, IncidentOutcome, Seen
 from phalanx.run.job_folder import Card, write_card
 from phalanx.run.logs.log_files import RankLog
 from phalanx.run.messages import WorkerState
@@ -207,7 +207,7 @@ def test_logs_come_from_files_where_they_are_and_else_from_what_executors_told(h
 def test_incidents_come_as_json_and_as_a_page(house: House) -> None:
     facts = [
         Seen(unix_s=1.0, by="executor", what="killed <b>"),
-        Outcome(unix_s=2.0, result="recovered", summary="fine"),
+        IncidentOutcome(unix_s=2.0, result="recovered", summary="fine"),
     ]
     store(house.folder, Incident(number=1, job="demo", attempt=1, facts=facts))
     assert [line.title for line in ask(house, lambda client: client.incidents())] == ["fine"]
@@ -247,5 +247,5 @@ def test_the_job_out_of_its_journal_is_the_job_that_the_driver_knew(tmp_path: Pa
     past = remember(tmp_path, Card(job="demo", driver_host="", pid=1, started_ticks=1, boot_id="", began_unix_s=1.0,
                                    token="", journal="journal.db", logs="", journal_job="job"))  # fmt: skip
     assert past is not None and past.state == town.driver.state and past.addresses["node-1"] == "at-node-1"
-    assert not past.is_over
+    assert past.state.phase != "ended"
     town.journal.close()

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from api_house import GUARD_S, House, open_house
 
-from phalanx.run.api import guard, server
+from phalanx.run.api import guard, http_server
 from phalanx.run.api.app import make_app
 from phalanx.run.api.guard import SESSION_S, Sessions
 from phalanx.run.reports.recent_events import Wrote
 from phalanx.run.secrets import Token
-from phalanx.run.wire import connection
+from phalanx.run.wire import arrivals
 
 OPEN = {("/health", "get")}
 
@@ -147,7 +147,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_headers_that_do_not_come_are_not_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.2)
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.2)
     for beginning in (b"", b"GET /health HTTP/1.1\r\nhost: ", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"):
         with socket.create_connection(("127.0.0.1", house.port)) as line:
             line.settimeout(GUARD_S)
@@ -156,7 +156,7 @@ def test_headers_that_do_not_come_are_not_waited_for(house: House, monkeypatch: 
 
 
 def test_a_client_that_takes_nothing_is_dropped(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "WRITE_S", 0.3)
+    monkeypatch.setattr(http_server, "WRITE_S", 0.3)
     big = [Wrote(0, 1.0, 0, "x" * 16_000) for _ in range(1000)]
     house.do(lambda: [house.job.hub._add(item) for item in big])
     with socket.socket() as line:
@@ -174,7 +174,7 @@ def test_a_client_that_takes_nothing_is_dropped(house: House, monkeypatch: pytes
 
 
 def test_those_who_say_nothing_are_few_and_keep_nobody_out(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(http_server, "MOST_STRANGERS", 8)
     lines = [socket.create_connection(("127.0.0.1", house.port)) for _ in range(40)]
     try:
         closed = 0
@@ -215,8 +215,8 @@ def test_logins_that_never_end_take_no_place_of_those_with_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "MOST_REQUESTS", 16)
-    monkeypatch.setattr(server, "MOST_STRANGERS", 8)
-    monkeypatch.setattr(server, "HEADERS_S", GUARD_S)
+    monkeypatch.setattr(http_server, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(http_server, "HEADERS_S", GUARD_S)
     monkeypatch.setattr(guard, "LOGIN_S", GUARD_S)
     with open_house(tmp_path / "run") as house, ExitStack() as lines:
         crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(60)]
@@ -263,9 +263,9 @@ def test_who_is_refused_hears_it_though_the_body_comes_late(house: House) -> Non
 def test_strangers_take_turns_and_those_with_the_token_do_not_wait_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "TURNS", 2)
-    monkeypatch.setattr(connection, "TURNS_PER_S", 1e-6)
-    monkeypatch.setattr(server, "HEADERS_S", GUARD_S)
+    monkeypatch.setattr(arrivals, "TURNS", 2)
+    monkeypatch.setattr(arrivals, "TURNS_PER_S", 1e-6)
+    monkeypatch.setattr(http_server, "HEADERS_S", GUARD_S)
     with open_house(tmp_path / "run") as house, ExitStack() as lines:
         crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(40)]
         for line in crowd:
@@ -281,9 +281,9 @@ def test_strangers_take_turns_and_those_with_the_token_do_not_wait_for_them(
 
 
 def test_what_waiting_strangers_have_said_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "TURNS", 0)
-    monkeypatch.setattr(connection, "_MOST_BYTES", 100_000)
-    monkeypatch.setattr(server, "HEADERS_S", GUARD_S)
+    monkeypatch.setattr(arrivals, "TURNS", 0)
+    monkeypatch.setattr(arrivals, "_MOST_BYTES", 100_000)
+    monkeypatch.setattr(http_server, "HEADERS_S", GUARD_S)
     with open_house(tmp_path / "run") as house, ExitStack() as lines:
         crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(10)]
         for line in crowd:
@@ -294,7 +294,7 @@ def test_what_waiting_strangers_have_said_takes_bounded_memory(tmp_path: Path, m
 
 
 def test_a_token_that_comes_in_pieces_is_as_good(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.5)
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.5)
     head = f"GET /api/items/follow?seconds=2 HTTP/1.1\r\nhost: x\r\nauthorization: {house.token.header()}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", house.port)) as line:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -10,7 +10,7 @@ import pytest
 import trustme
 from api_house import GUARD_S, House, open_house
 
-from phalanx.run.api.client import Client
+from phalanx.run.api.api_client import Client
 from phalanx.run.job_folder import Card, write_card
 from phalanx.run.reports.recent_events import Overview
 from phalanx.run.secrets import TlsFiles, server_context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -15,11 +16,12 @@ import pytest
 from phalanx.core.errors import UserError
 from phalanx.ipc.processes import Identity, Watched, identity_of
 from phalanx.run.backends import local as module
-from phalanx.run.backends.base import Listener, Ordered
+from phalanx.run.backends.backend import BackendSetup, Listener
 from phalanx.run.backends.local import LocalBackend, Options
 from phalanx.run.config import RunConfig
+from phalanx.run.messages import VERSION
 
-GUARD_S = 60.0
+GUARD_S = 240.0
 
 OBEDIENT = "import signal; print('ready', flush=True); signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
@@ -157,6 +159,34 @@ def test_a_driver_that_is_started_again_finds_its_hosts(tmp_path: Path) -> None:
     run(second)
 
 
+@pytest.mark.parametrize("said", [3, None])
+def test_executors_of_another_version_are_ended_and_started_again_at_once(tmp_path: Path, said: int | None) -> None:
+    async def first() -> None:
+        backend = make(tmp_path, most=2)
+        await backend.begin(Told().listener)
+        await backend.ask(2)
+        await until_ready(tmp_path, *backend.hosts)
+        path = tmp_path / "host-1.json"
+        fields = json.loads(path.read_text())
+        assert fields.pop("version") == VERSION
+        path.write_text(json.dumps(fields | ({} if said is None else {"version": said})))
+        await backend.leave()
+
+    async def second() -> None:
+        told, backend = Told(), make(tmp_path, most=3)
+        await backend.begin(told.listener)
+        await backend.ask(2)  # one of them is on its way
+        assert backend.hosts == ["host-1", "host-2", "host-3"]
+        await told.until("host-1")
+        spoke = "version 3 of the wire" if said else "another version of the wire"
+        assert told.gone == {"host-1": f"its executor spoke {spoke}, the driver {VERSION}: it was ended"}
+        assert backend.hosts == ["host-2", "host-3"]
+        await backend.end()
+
+    run(first)
+    run(second)
+
+
 def test_a_number_that_another_process_has_now_is_not_touched(tmp_path: Path) -> None:
     mine = identity_of(os.getpid())
     assert mine is not None and mine == identity_of(os.getpid())
@@ -212,7 +242,7 @@ def test_single_hosts_have_variables_and_a_door_of_their_own(tmp_path: Path) -> 
         options = {"environment": {"host-2": {"WORD": "hello"}}, "driver_files": str(tmp_path)}
         config = RunConfig(script="train.py", hosts=2, backend_options=options)
         settings = '{"host": "h", "driver": "everywhere"}'
-        backend = module.make(Ordered(config, tmp_path, lambda host: [sys.executable, "-c", SAYS, settings], {}))
+        backend = module.make(BackendSetup(config, tmp_path, lambda host: [sys.executable, "-c", SAYS, settings], {}))
         told = Told()
         await backend.begin(told.listener)
         await backend.ask(2)
@@ -228,4 +258,4 @@ def test_single_hosts_have_variables_and_a_door_of_their_own(tmp_path: Path) -> 
 def test_an_option_that_is_none_is_named(tmp_path: Path) -> None:
     config = RunConfig(script="train.py", backend_options={"total": 3})
     with pytest.raises(UserError, match="total_hosts"):
-        module.make(Ordered(config, tmp_path, lambda host: [], {}))
+        module.make(BackendSetup(config, tmp_path, lambda host: [], {}))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.run.backends.base import Ordered
+from phalanx.run.backends.backend import BackendSetup
 from phalanx.run.backends.local import Network, make
 from phalanx.run.config import RunConfig
 
@@ -77,7 +77,7 @@ def test_hosts_reach_each_other_and_the_driver_and_nothing_is_left(network: Netw
 def test_the_driver_has_to_listen_where_hosts_reach_it(tmp_path: Path) -> None:
     config = RunConfig(script="train.py", backend_options={"network": "namespaces", "subnet": SUBNET})
     with pytest.raises(UserError, match=r"100\.64\.213\.1:0, with TLS"):
-        make(Ordered(config, tmp_path, lambda host: [], {}))
+        make(BackendSetup(config, tmp_path, lambda host: [], {}))
 
 
 @pytest.mark.parametrize("subnet", ["nothing", "100.64.0.0/28"])

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.campaign.running import run_case
 
 from phalanx.faults.campaign import ci_cases, generate
 from phalanx.faults.case_manifest import Manifest
+from phalanx.run.campaign.case_run import run_case
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.slow]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from decide_helpers import World, running
-from support.campaign.story import Story
 
 from phalanx.faults.referee import Fact
+from phalanx.run.campaign.journal_facts import JournalFacts
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import to_json
 from phalanx.run.decide.policy import Job, Policy
@@ -16,7 +16,7 @@ from phalanx.run.journal import Entry
 
 def told(world: World, events: list[ev.Event]) -> list[Fact]:
     """Facts of a journal that holds what the world has lived through, and these events after it."""
-    story = Story(ahead_s=0.0, machines=len(world.hosts))
+    story = JournalFacts(ahead_s=0.0, machines=len(world.hosts))
     texts = [("note", to_json(Header(world.job, world.policy)))]
     texts += [("event", to_json(event)) for event in [*world.journal, *events]]
     story.take(Entry(kind, 1, text.decode(), 0.0, number) for number, (kind, text) in enumerate(texts, 1))

@@ -18,7 +18,7 @@ from phalanx.core.errors import UserError
 from phalanx.run.config import JobFile, PolicyConfig, RunConfig, load_job, toml_value, workers_on
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.drive.main import executor_command
-from phalanx.run.executor.main import Settings
+from phalanx.run.executor.main import ExecutorSettings
 from phalanx.run.secrets import TlsFiles
 
 SCRIPT = "run.script=train.py"
@@ -226,7 +226,7 @@ def test_executors_are_told_where_checkpoints_go(tmp_path: Path, monkeypatch: py
 
     def told(**given: str) -> str:
         command = executor_command(RunConfig(script="train.py", **given), "host-1")  # type: ignore[arg-type]
-        return msgspec.json.decode(command[-1], type=Settings).checkpoints
+        return msgspec.json.decode(command[-1], type=ExecutorSettings).checkpoints
 
     assert told() == ""
     assert told(checkpoints="s3://bucket/run") == "s3://bucket/run"

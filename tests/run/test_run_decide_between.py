@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
-from phalanx.run.decide.decide import decide, event_from_json, replay, state_from_json, to_json
-from phalanx.run.decide.escalation import most_to_blame
+from phalanx.run.decide.decide import decide, event_from_json, replay, to_json
 from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.state import State
 
 WAITS = Policy(give_up_s=0)
 
@@ -289,11 +289,11 @@ def test_whoever_is_bad_is_evicted_and_nobody_else(size: int, spares: int, data:
     good = [pair for pair in pairs_of(names) if pair not in bad]
     doubtful = {name for pair in bad for name in pair} - {name for pair in good for name in pair}
     tells = bool(good) or (bool(spares) and not doubtful <= dead)
-    is_common = len(bad) > most_to_blame(world.state) or not tells
+    is_common = len(bad) > world.state.most_to_blame or not tells
     left = {a.host for a in world.taken("Evict", "Release")}  # type: ignore[attr-defined]
     assert left == (set() if is_common else dead)
-    assert len(evicted(world)) <= most_to_blame(world.state), "more of them are only given back"
-    assert world.state.ways == {} and world.state.recovery is None
+    assert len(evicted(world)) <= world.state.most_to_blame, "more of them are only given back"
+    assert world.state.peer_tests == {} and world.state.recovery is None
     assert len(peers_asked(world)) >= size
     assert ("nobody is evicted" in world.story()) == (is_common and bool(dead))
     assert replay(world.policy, world.job, world.journal) == world.state
@@ -305,7 +305,7 @@ def test_a_state_between_the_rounds_is_json():
     world.hosts["d"].link = "no route"
     world.run_until(lambda world: len(peers_asked(world)) == 7)
     assert world.state.recovery is not None and world.state.recovery.rounds is not None
-    assert world.state.recovery.rounds.turns and state_from_json(to_json(world.state)) == world.state
+    assert world.state.recovery.rounds.turns and msgspec.json.decode(to_json(world.state), type=State) == world.state
 
 
 # Very many

@@ -114,7 +114,7 @@ def test_a_rank_that_dies_at_the_same_step_again_is_the_scripts():
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGABRT", "SIGBUS"])
-def test_who_is_killed_from_outside_at_the_same_step_is_braked_and_no_host_is_blamed(name: str):
+def test_who_is_killed_from_outside_at_the_same_step_is_stopped_by_the_limits_and_no_host_is_blamed(name: str):
     world = make(is_absolute=False)
     for _ in range(6):
         if not ended(world):

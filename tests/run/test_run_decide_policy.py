@@ -12,9 +12,11 @@ import pytest
 from decide_helpers import World, attempt_runs, running
 
 from phalanx.core.errors import UserError
-from phalanx.run.decide.decide import action_from_json, decide, event_from_json, replay, state_from_json, to_json
+from phalanx.run.decide.actions import Action
+from phalanx.run.decide.decide import decide, event_from_json, replay, to_json
 from phalanx.run.decide.events import WorkersReturned
 from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.state import State
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,7 @@ from phalanx.run.decide.policy import Job, Policy
         ("max_restarts_without_step", 0),
         ("max_restarts", -1),
         ("slow_factor", 1.0),
+        ("faulty_per_hour", 0),
         ("backoff_limit_s", 1.0),
         ("fault_window_s", 0),
     ],
@@ -65,8 +68,10 @@ def test_a_whole_story_comes_back_from_json_event_by_event():
     world.run_until(attempt_runs(3))
     journal = [event_from_json(to_json(event)) for event in world.journal]
     assert journal == world.journal
-    assert replay(world.policy, world.job, journal) == world.state == state_from_json(to_json(world.state))
-    assert [action_from_json(to_json(action)) for action in world.taken()] == world.taken()
+    assert (
+        replay(world.policy, world.job, journal) == world.state == msgspec.json.decode(to_json(world.state), type=State)
+    )
+    assert [msgspec.json.decode(to_json(action), type=Action) for action in world.taken()] == world.taken()
 
 
 def test_a_clock_that_goes_back_stands_still():

@@ -199,7 +199,7 @@ def test_a_place_that_loses_its_host_again_and_again_is_one():
 
 
 @pytest.mark.parametrize("way", ["signal", "raised", "status", "follows"])
-def test_a_script_that_numbers_no_steps_and_goes_on_from_newer_checkpoints_is_not_braked(way: str):
+def test_a_script_that_numbers_no_steps_and_goes_on_from_newer_checkpoints_is_not_stopped_by_the_limits(way: str):
     """It crashes every five seconds; what it restored is said by the library that wrote it."""
     world = make(resumes_every=2, says_restored=True)
     world.run_until(running)
@@ -211,7 +211,7 @@ def test_a_script_that_numbers_no_steps_and_goes_on_from_newer_checkpoints_is_no
 
 
 @pytest.mark.parametrize("way", ["signal", "status", "follows"])
-def test_one_whose_checkpoints_are_the_same_again_is_braked_after_three_restarts(way: str):
+def test_one_whose_checkpoints_are_the_same_again_is_stopped_by_the_limits_after_three_restarts(way: str):
     world = make(resumes_every=100, says_restored=True)
     world.run_until(running)
     while not ended(world):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from decide_helpers import SimHost, Speeds, World, attempt_runs, ended, host_names, running
 
+from phalanx.detect.detection import Culprit, Detection
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import decide
@@ -84,7 +85,7 @@ def test_the_steps_that_are_made_until_the_ranks_have_stopped_count():
     world.deliver(ev.StopAsked(world.now_s, "ada"))
     world.deliver(ev.Advanced(world.now_s, 1, 5000, True))
     world.run_until(ended)
-    assert world.state.progress.step == 5000
+    assert world.state.progress.done == 5000
 
 
 # Clean deaths
@@ -399,10 +400,10 @@ def test_a_state_that_was_broken_when_it_was_written_is_not_gone_on_from_for_eve
     assert finish(world).status == 1 and not world.taken("Evict")
 
 
-# The ladder
+# Escalation
 
 
-def test_a_host_that_fails_again_and_again_climbs_the_ladder():
+def test_a_host_that_fails_again_and_again_is_checked_and_then_evicted():
     world = four_hosts()
     seen = []
     for attempt in (2, 3, 4):
@@ -718,7 +719,7 @@ def test_processes_that_do_not_end_take_their_host_out():
     assert "4711" in world.story()
 
 
-# Brakes
+# Restart limits
 
 
 def test_a_job_that_never_makes_a_step_stops_with_status_4_after_pauses_that_double():
@@ -952,6 +953,66 @@ def test_a_slow_host_is_told_and_replaced_only_where_the_policy_says_so():
     assert last_start(world).placement == ("a", "b", "e", "d")
 
 
+def faulty(world: World, *hosts: str, judge: str = "machines", advice: str = "evict") -> ev.Detected:
+    who = tuple(Culprit("host", host, (), (host,)) for host in hosts)
+    found = Detection("faulty machine", f"{' and '.join(hosts)} differ", who, then=("look at it",), advice=advice)
+    return ev.Detected(world.now_s, judge, found)
+
+
+def test_a_host_that_is_faulty_by_its_metrics_is_told_and_replaced_only_where_the_policy_says_so():
+    world = four_hosts()
+    world.deliver(faulty(world, "c"))
+    world.run_for(20)
+    assert world.state.attempt == 1 and not world.state.leaving
+    assert [one.text for one in world.taken("Alert")] == ["c differ. What to do: look at it"]
+
+    world = four_hosts(Policy(replace_faulty=True))
+    world.deliver(faulty(world, "c"))
+    world.run_until(attempt_runs(2))
+    assert last_start(world).placement == ("a", "b", "e", "d")
+    assert not world.taken("Evict") and world.states()["c"] == "gone"  # it may come back, and is checked then
+    world.bring("c")
+    world.run_until(lambda w: w.states()["c"] == "spare")
+    assert world.taken("Check")[-1].host == "c"
+
+
+def test_a_faulty_host_stays_until_there_is_a_spare():
+    world = World(Job("j", 4, 2), Policy(replace_faulty=True))
+    world.run_until(running)
+    world.deliver(faulty(world, "c"))
+    world.run_for(60)
+    assert world.state.attempt == 1 and world.states()["c"] == "draining"
+    world.bring("e")
+    world.run_until(attempt_runs(2))
+    assert last_start(world).placement == ("a", "b", "e", "d")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "judge", "advice"),
+    [("c", "machines", "check"), ("c", "machines", "watch"), ("c", "drift", "evict"), ("cd", "machines", "evict")],
+)
+def test_less_sure_verdicts_other_judges_and_several_hosts_at_once_are_only_told(hosts: str, judge: str, advice: str):
+    world = four_hosts(Policy(replace_faulty=True))
+    world.deliver(faulty(world, *hosts, judge=judge, advice=advice))
+    world.run_for(20)
+    assert world.state.attempt == 1 and not world.state.leaving and len(world.taken("Alert")) == 1
+
+
+def test_so_many_faulty_hosts_in_an_hour_leave_and_the_next_one_stays():
+    world = World(Job("j", 6, 1, 4), Policy(replace_faulty=True, faulty_per_hour=2))
+    world.run_until(running)
+    for attempt, host in enumerate("abc", 2):
+        world.deliver(faulty(world, host))
+        world.run_for(60)
+        assert world.state.attempt == min(attempt, 3)
+    assert "policy.faulty_per_hour" in world.taken("Alert")[-1].text and world.state.has_place("c")
+    assert "`phalanx run evict c`" in world.taken("Alert")[-1].text
+    world.run_for(3600)
+    world.deliver(faulty(world, "d"))
+    world.run_for(60)
+    assert world.state.attempt == 4 and not world.state.has_place("d")
+
+
 # Advice only
 
 
@@ -1071,7 +1132,7 @@ def test_a_host_that_comes_back_when_time_is_over_hears_of_the_next_attempt_only
 @pytest.mark.parametrize("seconds", [45.0, 200.0])
 def test_a_check_that_is_only_late_is_asked_once_more_before_its_host_loses_its_place(seconds: float):
     world = four_hosts()
-    usual_s = world.policy.check_s("quick")
+    usual_s = world.policy.quick_check_s
     for attempt in (2, 3):  # the second time that a host loses a rank it has to pass a quick check
         world.run_for(20)
         if attempt == 3:

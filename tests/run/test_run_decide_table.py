@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from decide_helpers import World, attempt_runs, running
 
+from phalanx.detect.detection import Detection
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import decide
@@ -75,6 +76,7 @@ def sample(kind: type, state: State) -> ev.Event:
         ev.CheckPassed: {"host": host, "number": number},
         ev.CheckFailed: {"host": host, "number": number},
         ev.SlowHost: {"attempt": attempt, "host": host, "factor": 1.5},
+        ev.Detected: {"judge": "stragglers", "found": Detection("slow host", f"{host} is slow")},
         ev.StoreOpened: {"attempt": attempt, "port": 29500},
         ev.Restored: {"attempt": attempt, "step": 400},
         ev.Running: {"attempt": attempt, "step": 500, "is_absolute": True},

@@ -168,18 +168,18 @@ import msgspec
 from phalanx.checks.runner import CHECKS
 from phalanx.run import messages
 from phalanx.run.executor.main import open_to_peers
-from phalanx.run.executor.workers import Here
-from phalanx.run.executor.check_runner import Means, check
+from phalanx.run.executor.host_monitor import HostContext, check_host
 
 name, address, token, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
 others = frozenset(one.name for one in CHECKS) - {"peers", "clock"}
-here = Here(name, address, "", {"HOME": str(folder)}, folder, folder)
-means = Means(here, None, None, None, (), folder, "", False, others, token)
+context = HostContext(name, address, "", {"HOME": str(folder)}, folder, folder)
 with ExitStack() as doors:
     print(open_to_peers(doors, address, token.read_bytes().strip()), flush=True)
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=messages.Check)
-        found = check(means, order.kind, order.peers, []) if order.kind != "passive" else []
+        found = []
+        if order.kind != "passive":
+            found = check_host(context, order.kind, order.peers, [], skip=others, token=token)
         print(msgspec.json.encode(found).decode(), flush=True)
 """
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
-from phalanx.checks.check_result import CheckResult, failed, passed
+from phalanx.checks.check_host import CheckResult, failed, passed
 from phalanx.checks.network import judge_peers
 from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.peer_bandwidth import PeerMeasure

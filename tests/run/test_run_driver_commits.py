@@ -12,7 +12,7 @@ from phalanx.run.decide.events import HostJoined
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.write_ahead import Aside, Book, GroupCommit
 from phalanx.run.journal import Draft, Entry, JournalError
-from phalanx.run.wire.connection import Mark
+from phalanx.run.wire.message_frames import ReceivedMark
 
 
 class Disk:
@@ -80,7 +80,7 @@ class Around:
                 raise ValueError("this action cannot be performed")
 
     def join(self, host: str, at_s: float) -> None:
-        self.commits.take(HostJoined(at_s, host), {host: Mark(b"link", 1)})
+        self.commits.take(HostJoined(at_s, host), {host: ReceivedMark(b"link", 1)})
         self.commits.put_off(host)
 
 

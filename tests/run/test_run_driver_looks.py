@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.run.clock import Now
-from phalanx.run.driver.judgements import Look
+from phalanx.run.driver.judgements import EvidenceGathering
 from phalanx.run.messages import Evidence, RankEvidence
 
 RANKS = {"a": (0, 1), "b": (2, 3)}
@@ -16,7 +16,7 @@ def at(seconds: float) -> Now:
 
 
 def test_silence_of_a_host_or_a_rank_is_evidence() -> None:
-    made = Look(3, RANKS, at(0), within_s=2.0)
+    made = EvidenceGathering(3, RANKS, at(0), within_s=2.0)
     made.add("a", Evidence(2, [RankEvidence(0, "old")]))  # of an earlier attempt
     made.add("z", Evidence(3, [RankEvidence(0, "not asked")]))
     assert not made.is_over(at(1)) and made.left_s(at(1)) == pytest.approx(1.0)

@@ -13,7 +13,7 @@ from phalanx.run import messages
 from phalanx.run.clock import Now
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.driver.host_comparison import SlowWatch
+from phalanx.run.driver.judgements import SlowWatch
 from phalanx.run.judge.stragglers import SlowConfig
 from phalanx.run.messages import HostState, WorkerState, heartbeat
 

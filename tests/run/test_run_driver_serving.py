@@ -12,16 +12,17 @@ import pytest
 from driver_helpers import FakeHost, blame_the_silent, running
 
 from phalanx.run import messages
-from phalanx.run.backends.base import Listener
+from phalanx.run.backends.backend import Listener
 from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.event_loop import BackendOrders, keep_going, let_leave
+from phalanx.run.drive.main import let_leave
+from phalanx.run.driver.backend_orders import BackendOrders
+from phalanx.run.driver.driver import Driver, WatchSettings
 from phalanx.run.driver.write_ahead import Aside, Book
 from phalanx.run.journal import open_journal
-from phalanx.run.wire.client import DriverLink
-from phalanx.run.wire.server import ExecutorServer
+from phalanx.run.wire.driver_link import DriverLink
+from phalanx.run.wire.executor_server import ExecutorServer
 
 GUARD_S = 60.0
 TOKEN = b"t" * 32
@@ -81,6 +82,9 @@ class NoLine:
 
     def acknowledge(self, host: str) -> None: ...
 
+    def other_versions(self) -> dict[str, int]:
+        return {}
+
 
 class Executor:
     """A fake host at the end of a real connection; one that `stays` does not end when it is told to."""
@@ -133,7 +137,7 @@ def test_from_the_first_connection_to_the_end(tmp_path: Path, monkeypatch: pytes
                 on_message=lambda host, message: driver.on_message(host, message),
                 on_gone=lambda host, why: driver.on_disconnected(host, why),
             )
-            settings = Settings(heartbeat_s=HEARTBEAT_S)
+            settings = WatchSettings(heartbeat_s=HEARTBEAT_S)
             driver = Driver(book, server, orders, Silent(), lambda ended: "process", blame_the_silent, settings)
             changed = asyncio.Event()
             driver.on_change = changed.set
@@ -142,7 +146,7 @@ def test_from_the_first_connection_to_the_end(tmp_path: Path, monkeypatch: pytes
                 working = [tasks.create_task(orders.run())]
                 executors = [Executor(name, str(server.address)) for name in "abc"]
                 working += [tasks.create_task(executor.run()) for executor in executors]
-                going = tasks.create_task(keep_going(driver, changed))
+                going = tasks.create_task(driver.keep_going(changed))
                 await until(lambda: running(1)(driver.state))
                 assert sorted(boxes.here) == ["a", "b", "c"] and boxes.asked[0] == 3
                 executors[1].link.send(messages.WorkerEnded(1, 1, -9, "signal", "killed by SIGKILL"))
@@ -213,7 +217,14 @@ def test_hosts_that_join_shortly_after_each_other_are_not_joined_by_one_more(
             book = Book(journal, Job("j", hosts=2), Policy(), read_clocks().unix_s)
             aside = Aside(loop.call_soon, loop.call_soon_threadsafe, submit)
             driver = Driver(
-                book, NoLine(), orders, Silent(), lambda ended: "process", blame_the_silent, Settings(), aside=aside
+                book,
+                NoLine(),
+                orders,
+                Silent(),
+                lambda ended: "process",
+                blame_the_silent,
+                WatchSettings(),
+                aside=aside,
             )
             driver.begin()
             working = asyncio.create_task(orders.run())

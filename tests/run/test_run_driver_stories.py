@@ -13,7 +13,7 @@ from driver_helpers import FakeHost, Town, running
 from phalanx.run import messages
 from phalanx.run.decide import actions, events
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.driver.driver import NO_PROGRESS_AGAIN_S, Settings
+from phalanx.run.driver.driver import NO_PROGRESS_AGAIN_S, WatchSettings
 
 JOB = Job("j", hosts=2, workers_per_host=2, spares=1)
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
@@ -27,7 +27,7 @@ def make_fixture(tmp_path: Path) -> Iterator[Make]:
     towns: list[Town] = []
 
     def make(hosts: str = "abc", job: Job = JOB, policy: Policy | None = None, **settings: Any) -> Town:
-        towns.append(Town(tmp_path, list(hosts), job, policy, Settings(**settings)))
+        towns.append(Town(tmp_path, list(hosts), job, policy, WatchSettings(**settings)))
         for number, host in enumerate(towns[-1].hosts.values()):
             host.boot = f"boot {number}"
         towns[-1].begin()

@@ -12,7 +12,7 @@ from phalanx.run.decide.events import CheckPassed, HostJoined, Running, Started,
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import Draft, Entry, JournalError, open_journal, read_journal
-from phalanx.run.wire.connection import Mark
+from phalanx.run.wire.message_frames import ReceivedMark
 
 JOB = Job("j", hosts=2)
 POLICY = Policy()
@@ -63,16 +63,16 @@ def test_a_driver_that_is_started_again_knows_everything(path: str) -> None:
 def test_marks_come_back(path: str) -> None:
     with open_journal(path) as journal:
         book = Book(journal, JOB, POLICY, 9.0)
-        book.apply(HostJoined(10.0, "a"), {"a": Mark(b"\x00link", 4)})
-        book.apply(HostJoined(11.0, "b"), {"a": Mark(b"\x00link", 4), "b": Mark(b"x", 1)})
-        book.apply(HostJoined(12.0, "a"), {"a": Mark(b"\x00link", 6)})
-        book.apply(HostJoined(12.5, "a"), {"a": Mark(b"\x00link", 6)})
+        book.apply(HostJoined(10.0, "a"), {"a": ReceivedMark(b"\x00link", 4)})
+        book.apply(HostJoined(11.0, "b"), {"a": ReceivedMark(b"\x00link", 4), "b": ReceivedMark(b"x", 1)})
+        book.apply(HostJoined(12.0, "a"), {"a": ReceivedMark(b"\x00link", 6)})
+        book.apply(HostJoined(12.5, "a"), {"a": ReceivedMark(b"\x00link", 6)})
         book.meet("a", "10.0.0.1", 12.6)
         book.meet("a", "10.0.0.2", 12.7, "10.0.0.2:4001")
         book.write()
     with open_journal(path) as journal:
         again = Book(journal, JOB, POLICY, 13.0)
-        assert again.marks == {"a": Mark(b"\x00link", 6), "b": Mark(b"x", 1)}
+        assert again.marks == {"a": ReceivedMark(b"\x00link", 6), "b": ReceivedMark(b"x", 1)}
         assert again.addresses == {"a": "10.0.0.2"} and again.peers == {"a": "10.0.0.2:4001"}
     with read_journal(path) as reader:
         notes = [entry.json_text for entry in reader.read() if entry.kind == "note"]
@@ -103,7 +103,7 @@ def test_what_could_not_be_written_down_is_still_to_be() -> None:
     book.apply(HostJoined(10.0, "a"))
     before = dict(book.marks), len(disk.drafts)
     with pytest.raises(JournalError, match="no space"):
-        book.apply(HostJoined(11.0, "b"), {"b": Mark(b"x", 1)})
+        book.apply(HostJoined(11.0, "b"), {"b": ReceivedMark(b"x", 1)})
     assert (book.marks, len(disk.drafts)) == before
     book.meet("b", "10.0.0.7", 11.5)
     with pytest.raises(JournalError, match="no space"):
@@ -112,5 +112,5 @@ def test_what_could_not_be_written_down_is_still_to_be() -> None:
     disk.room = 1
     book.apply(HostJoined(12.0, "c"))
     assert set(book.state.hosts) == {"a", "b", "c"}
-    assert (book.marks, book.addresses) == ({"b": Mark(b"x", 1)}, {"b": "10.0.0.7"})
+    assert (book.marks, book.addresses) == ({"b": ReceivedMark(b"x", 1)}, {"b": "10.0.0.7"})
     assert sum(draft.kind == "event" for draft in disk.drafts[before[1] :]) == 2, "each of them once"

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.detect.hangs.python_stacks import main_stack
+from phalanx.detect.hangs.stack_dumps import Stacks, format_py_spy, py_spy_program, stacks_of
+from phalanx.detect.logs.log_rules import Matcher, load_rules
 from phalanx.ipc.processes import dump_signal, read_process
-from phalanx.run.executor.check_runner import Reader
 from phalanx.run.executor.flight_recorder import FlightSource, Subject, gather
-from phalanx.run.executor.stack_dumps import Stacks, format_py_spy, py_spy_program, stacks_of
-from phalanx.run.judge.log_rules import KERNEL_RANK, Matcher, load_rules
-from phalanx.run.judge.stack_traces import main_stack
+from phalanx.run.executor.host_monitor import FindingReader
+from phalanx.run.judge.line_watch import KERNEL_RANK
 from phalanx.run.messages import Accelerator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
@@ -253,12 +254,12 @@ def test_a_process_that_is_gone_is_silent() -> None:
 
 def test_what_the_kernel_said_before_the_attempt_is_no_evidence_of_it() -> None:
     now = [1000.0]
-    reader = Reader(Matcher(load_rules()), clock=lambda: now[0])
+    reader = FindingReader(Matcher(load_rules()), clock=lambda: now[0])
     line = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
     assert reader.findings(KERNEL_RANK, [line]) and not reader.findings(KERNEL_RANK, [line])
     assert reader.since_s() == 400.0, "no attempt has begun"
     now[0] += 5.0
-    reader.forget()
+    reader.begin_attempt()
     now[0] += 5.0
     assert reader.since_s() == 1005.0
     assert reader.findings(KERNEL_RANK, [line]), "it says so again in this attempt"

@@ -16,14 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.run.executor.flight_recorder import (
-    FlightRecordError,
-    FlightSource,
-    as_json,
-    collect,
-    parse_dump,
-    read_dump,
-)
+from phalanx.run.executor.flight_recorder import FlightSource, as_json, collect
+from phalanx.telemetry.flight_dump import FlightRecordError, parse_dump, read_dump
 
 DUMPS = Path(__file__).parents[3] / "shared/data/traces/flight-recorder"
 real_dumps = pytest.mark.skipif(not DUMPS.exists(), reason="real dumps are not at hand")

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.run.executor.accelerator_probe import Accelerators, Late, Use, still_held
+from phalanx.run.executor.accelerator_probe import Accelerators, DeviceUse, LastAnswer, still_held
 from phalanx.run.executor.host_sensors import (
-    Found,
+    HostInterface,
     Sensors,
     choose_interfaces,
     find_interfaces,
@@ -135,8 +135,8 @@ def test_training_uses_the_fastest_devices_but_the_one_that_carries_heartbeats(t
 
 
 def test_the_only_interface_is_used_although_it_carries_heartbeats_and_that_is_said() -> None:
-    only = Found("eth0", "eth0", False, True, True, 0)
-    virtual = Found("veth1", "veth1", False, False, True, 0)
+    only = HostInterface("eth0", "eth0", False, True, True, 0)
+    virtual = HostInterface("veth1", "veth1", False, False, True, 0)
     choice = choose_interfaces([only], heartbeats="eth0")
     assert choice.names == ("eth0",) and "carries heartbeats too" in choice.reason
     assert choose_interfaces([virtual], heartbeats=None).names == ("veth1",)  # in a network namespace
@@ -280,9 +280,9 @@ def test_memory_is_waited_for_until_it_is_given_back() -> None:
 
 
 def test_memory_of_other_processes_is_not_waited_for() -> None:
-    assert still_held([Use("A 0", 10 << 30, frozenset({5}))], [0], {77}) == []
-    assert still_held([Use("A 0", 10 << 30, None)], [10 << 30], {77}) == []
-    assert still_held([Use("A 0", 10 << 30, None)], [], {77}) != []
+    assert still_held([DeviceUse("A 0", 10 << 30, frozenset({5}))], [0], {77}) == []
+    assert still_held([DeviceUse("A 0", 10 << 30, None)], [10 << 30], {77}) == []
+    assert still_held([DeviceUse("A 0", 10 << 30, None)], [], {77}) != []
 
 
 def test_where_there_is_no_driver_nothing_is_waited_for_and_the_reason_is_said() -> None:
@@ -302,11 +302,11 @@ def test_a_question_is_asked_once_until_it_is_answered() -> None:
             raise OSError("no more")
         return 5
 
-    late = Late(ask, "it", 0)
+    late = LastAnswer(ask, "it", 0)
     assert [late.take(0.01), late.take(0.01), late.take(60)] == [0, 0, 0]
     assert len(asked) == 1 and "it does not answer since" in late.silence
     may_answer.set()
-    assert late._idle.wait(60) and late.last == 5
+    assert late._idle.wait(60) and late.answer == 5
     assert late.take(60) == 5 and late.silence == "it: no more"
 
 
@@ -322,7 +322,7 @@ def test_silence_for_long_a_late_answer_and_a_failure_are_told_once(caplog: pyte
             raise answer
         return answer
 
-    late = Late(ask, "the disk", 0, told_after_s=0.0)
+    late = LastAnswer(ask, "the disk", 0, late_s=0.0)
     for _ in range(3):
         late.take(0.0)
     may_answer.set()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.checks.kernel_lines import KernelLine
-from phalanx.run.executor.kernel_log import Command, KernelLog, Kmsg, open_sources
+from phalanx.run.executor.kernel_log import KernelLog, Kmsg, LogCommand, open_sources
 
 
-def make(command: list[str]) -> Command:
-    return Command(command, lambda start: start())
+def make(command: list[str]) -> LogCommand:
+    return LogCommand(command, lambda start: start())
 
 
 def read_until(log: KernelLog, count: int) -> list[KernelLine]:
@@ -135,6 +135,6 @@ def test_a_program_that_follows_is_ended_with_the_log() -> None:
         started.append(begin())  # type: ignore[operator]
         return started[-1]
 
-    source = Command(["sleep", "100"], start)
+    source = LogCommand(["sleep", "100"], start)
     source.close()
     assert started[0].returncode is not None

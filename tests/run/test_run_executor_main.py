@@ -117,7 +117,6 @@ async def refusals(executor: Executor, driver: Driver) -> None:
 
 async def attempt_two(executor: Executor, driver: Driver) -> None:
     """A second one through the same template, ended with grace; checks beside it."""
-    began_s = time.monotonic()
     executor.hear(messages.OpenStore(6))
     opened = await driver.until(messages.StoreOpened)
     executor.hear(start(6, opened.port))
@@ -126,11 +125,12 @@ async def attempt_two(executor: Executor, driver: Driver) -> None:
         executor.hear(messages.Check(9, "passive", ["127.0.0.1"]))
         checked = await driver.until(messages.Checked)
         assert (checked.number, checked.outcomes[0].reason) == (9, "1 peers, 3 own")
-    executor.hear(messages.Stop(6, 30.0))
+    began_s = time.monotonic()
+    executor.hear(messages.Stop(6, 60.0))
     ended = [await driver.until(messages.WorkerEnded) for _ in range(2)]
     assert {one.code for one in ended} == {-signal.SIGTERM} and all(one.by_us for one in ended)
     await driver.until(messages.Stopped)
-    assert time.monotonic() - began_s < 30  # SIGTERM was enough
+    assert time.monotonic() - began_s < 50  # SIGTERM was enough
 
 
 DEAF = """\

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from phalanx.checks.peer_bandwidth import PeerError, measure_peer
 from phalanx.checks.runner import CHECKS
-from phalanx.run.executor.check_runner import Means, check
+from phalanx.run import messages
+from phalanx.run.executor.host_monitor import HostContext, check_host
 from phalanx.run.executor.main import open_to_peers
-from phalanx.run.executor.workers import Here
 from phalanx.run.secrets import ensure_token
 
 OTHERS = frozenset(one.name for one in CHECKS) - {"peers", "clock"}
 
 
-def means_of(folder: Path, token: Path) -> Means:
-    here = Here("host-1", "127.0.0.1", "", {"HOME": str(folder)}, folder, folder)
-    unused = cast(Any, None)
-    return Means(here, unused, unused, unused, (), folder, "", False, OTHERS, token)
+def outcomes(folder: Path, token: Path, peers: Sequence[str]) -> dict[str, messages.CheckOutcome]:
+    context = HostContext("host-1", "127.0.0.1", "", {"HOME": str(folder)}, folder, folder)
+    return {one.name: one for one in check_host(context, "quick", peers, [], skip=OTHERS, token=token)}
 
 
 def test_a_suspect_is_tested_with_hosts_that_know_the_token(tmp_path: Path) -> None:
@@ -30,13 +29,13 @@ def test_a_suspect_is_tested_with_hosts_that_know_the_token(tmp_path: Path) -> N
     with ExitStack() as doors:
         ports = [open_to_peers(doors, "127.0.0.1", key) for _ in range(2)]
         peers = [f"127.0.0.1:{port}" for port in ports]
-        found = {one.name: one for one in check(means_of(tmp_path, token), "quick", peers, [])}
+        found = outcomes(tmp_path, token, peers)
         assert set(found) == {"peers", "clock"}
         assert found["peers"].outcome == "pass" and found["peers"].unit == "GB/s"
         assert found["clock"].outcome == "pass"
         with pytest.raises(PeerError):
             measure_peer(peers[0], transfer_bytes=0, limit_s=5.0)  # without the token
-    assert {one.name: one.outcome for one in check(means_of(tmp_path, token), "quick", [], [])}["peers"] == "skip"
+    assert outcomes(tmp_path, token, [])["peers"].outcome == "skip"
 
 
 def test_an_address_that_is_not_ours_is_no_reason_to_end() -> None:
@@ -45,10 +44,9 @@ def test_an_address_that_is_not_ours_is_no_reason_to_end() -> None:
 
 
 def test_hosts_test_the_place_of_the_checkpoints(tmp_path: Path) -> None:
-    here = Here("host-1", "127.0.0.1", "", {"HOME": str(tmp_path)}, tmp_path, tmp_path)
-    unused, place = cast(Any, None), tmp_path / "checkpoints"
+    context = HostContext("host-1", "127.0.0.1", "", {"HOME": str(tmp_path)}, tmp_path, tmp_path)
+    place = tmp_path / "checkpoints"
     others = frozenset(one.name for one in CHECKS) - {"storage"}
-    means = Means(here, unused, unused, unused, (), tmp_path, str(place), False, others)
-    (found,) = check(means, "quick", [], [])
+    (found,) = check_host(context, "quick", [], [], checkpoints=str(place), skip=others)
     assert (found.name, found.outcome, found.reason) == ("storage", "pass", str(place))
     assert place.is_dir()

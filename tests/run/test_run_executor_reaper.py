@@ -18,8 +18,9 @@ from phalanx.checkpoint.keeper.keeper_start import end_keeper, is_listening
 from phalanx.core.errors import UserError
 from phalanx.ipc.processes import descendants, processes, read_process
 from phalanx.run.executor import reaper
-from phalanx.run.executor.control_groups import Group, Home, homes, until_killed
+from phalanx.run.executor.control_groups import ByGroup, GroupHome, homes
 from phalanx.run.executor.system_calls import describe
+from phalanx.telemetry import Trace
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are held together on Linux only")
 
@@ -31,7 +32,7 @@ GUARD_S = 120.0
 def way(request: pytest.FixtureRequest) -> str:
     """Each that this machine allows."""
     try:
-        reaper.choose_way(lambda _: None, name=f"try-{os.getpid()}", ways=[request.param]).close()
+        reaper.choose_containment(lambda _: None, name=f"try-{os.getpid()}", ways=[request.param]).close()
     except UserError as error:
         pytest.skip(str(error))
     return str(request.param)
@@ -93,6 +94,13 @@ def test_a_keeper_that_a_rank_has_started_outlives_all_and_helpers_of_the_execut
     assert is_listening(folder / "k")
 
 
+def test_what_writes_the_spans_of_a_killed_rank_is_spared_and_ends_by_itself(way: str, folder: Path) -> None:
+    assert run(way, "writer", folder) == {"gone": True, "left": [], "template": -signal.SIGKILL}
+    steps = Trace.open(folder / "run").sql("select step, count(*) n from spans where kind = 'step' group by step")
+    assert steps.to_pylist() == [{"step": 1, "n": 1}]
+    assert list((folder / "run" / "telemetry" / "spans").rglob("*.parquet"))  # all of it was brought to its end
+
+
 def test_what_only_looks_like_a_keeper_is_ended(way: str, folder: Path) -> None:
     if way == "pid-namespace":
         pytest.skip("the keeper's address is taken: the guard has started one outside")
@@ -139,7 +147,7 @@ def test_what_is_left_when_guard_and_executor_are_killed_is_ended_by_the_next_ex
     (executor,) = [process.pid for process in processes().values() if process.parent == guard.pid]
     os.kill(guard.pid, signal.SIGKILL)  # the executor dies with it
     executor_is_gone(executor)
-    way = reaper.choose_way(lambda _: None, name=folder.name, ways=["cgroup"])
+    way = reaper.choose_containment(lambda _: None, name=folder.name, ways=["cgroup"])
     assert all_gone(descriptor)
     guard.communicate(timeout=GUARD_S)
     way.close()
@@ -156,7 +164,7 @@ def executor_is_gone(pid: int) -> None:
 
 def _makes_groups() -> bool:
     try:
-        reaper.choose_way(lambda _: None, name=f"try-{os.getpid()}", ways=["cgroup"]).close()
+        reaper.choose_containment(lambda _: None, name=f"try-{os.getpid()}", ways=["cgroup"]).close()
     except UserError:
         return False
     return True
@@ -168,13 +176,12 @@ def test_each_version_of_control_groups_kills_what_detaches_itself(version: int,
     if not found:
         pytest.skip(f"no hierarchy of version {version} is mounted")
     try:
-        group = Group(found[0], f"{tmp_path.name}-{os.getpid()}")
+        group = ByGroup(found[0], f"{tmp_path.name}-{os.getpid()}")
     except OSError as error:
         pytest.skip(f"no group can be made: {error}")
     program = "import os, time\nif os.fork() == 0: os.setsid(); print(os.getpid(), flush=True)\ntime.sleep(100)"
     process = subprocess.Popen([sys.executable, "-S", "-c", f"input()\n{program}"], stdin=-1, stdout=-1, text=True)
-    way = reaper.ByGroup(group)
-    ends = reaper.Reaper(way, os.environ)
+    ends = reaper.Reaper(group, os.environ)
     ends.contain(process.pid)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
@@ -184,7 +191,7 @@ def test_each_version_of_control_groups_kills_what_detaches_itself(version: int,
     killed = ends.end_all(60)
     assert set(killed.pids) == {process.pid, grandchild} and killed.stuck == []
     assert process.wait() == -signal.SIGKILL
-    way.close()
+    group.close()
     process.stdin.close()
     process.stdout.close()
     assert not group.folder.exists()
@@ -193,10 +200,10 @@ def test_each_version_of_control_groups_kills_what_detaches_itself(version: int,
 def test_two_executors_of_one_name_do_not_share_a_group() -> None:
     if not _makes_groups():
         pytest.skip("no control group can be made here")
-    groups = [Group(homes()[0], f"same-{os.getpid()}") for _ in range(2)]
+    groups = [ByGroup(homes()[0], f"same-{os.getpid()}") for _ in range(2)]
     assert groups[0].folder != groups[1].folder
     for group in groups:
-        group.remove()
+        group.close()
 
 
 def test_a_way_that_does_not_work_is_said_and_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,25 +214,33 @@ def test_a_way_that_does_not_work_is_said_and_the_next_is_taken(monkeypatch: pyt
 
     monkeypatch.setattr(reaper, "_open", refuse)
     lines: list[str] = []
-    assert reaper.choose_way(lines.append, name="x").name == "subreaper"
+    assert reaper.choose_containment(lines.append, name="x").name == "subreaper"
     assert lines == [
         "processes are held by subreaper (cgroup: no cgroup for you; pid-namespace: no pid-namespace for you)"
     ]
     with pytest.raises(UserError, match=r"none of the ways .* allow 'subreaper'"):
-        reaper.choose_way(lines.append, name="x", ways=["cgroup"])
+        reaper.choose_containment(lines.append, name="x", ways=["cgroup"])
     with pytest.raises(UserError, match="choose from cgroup, pid-namespace, subreaper"):
-        reaper.choose_way(lines.append, name="x", ways=["prayer"])
+        reaper.choose_containment(lines.append, name="x", ways=["prayer"])
 
 
 def test_a_group_that_cannot_be_written_to_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        Group(Home(2, tmp_path), "x")  # no control groups here: there is no such file to freeze them with
+        ByGroup(GroupHome(2, tmp_path), "x")  # no control groups here: there is no such file to freeze them with
     assert [path.name for path in tmp_path.iterdir()] in ([], ["phalanx-x"])
 
 
 def test_processes_that_do_not_go_are_named_when_the_time_is_over() -> None:
-    killed, stuck = until_killed(lambda: {os.getpid()}, 0.2)  # "kills" us, in vain
-    assert killed == stuck == {os.getpid()}
+    class InVain(reaper.BySubreaper):
+        def _stop(self, own: object, stopped: object) -> set[int]:
+            return {os.getpid()}
+
+        def kill_rest(self, safe: object) -> bool:
+            return True  # so it says
+
+    killed = reaper.Reaper(InVain(), {}).end_all(0.2)
+    assert killed.pids == killed.stuck == [os.getpid()]
+    assert killed.words[0].startswith(f"{os.getpid()} (")
 
 
 def test_devices_are_waited_for_and_what_they_hold_is_told() -> None:

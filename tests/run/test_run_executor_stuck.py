@@ -7,16 +7,15 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_executor_parts import GUARD_S, SENSES, make_executor, workers_of
+from run_executor_parts import GUARD_S, Monitor, make_executor, workers_of
 
+from phalanx.detect.hangs.python_stacks import main_stack
+from phalanx.detect.hangs.stack_dumps import py_spy_program, stacks_of
 from phalanx.run import messages
 from phalanx.run.executor.flight_recorder import Subject, gather
-from phalanx.run.executor.stack_dumps import py_spy_program, stacks_of
-from phalanx.run.judge.stack_traces import main_stack
 
 WITHIN_S = 2.0
 
@@ -46,15 +45,15 @@ mutex = ctypes.create_string_buffer(64)
 """
 
 
-def senses(program: Path | None):  # type: ignore[no-untyped-def]
+def monitor(program: Path | None):  # type: ignore[no-untyped-def]
     def look(subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
         return gather(subjects, attempt=attempt, within_s=within_s, program=program)
 
-    return replace(SENSES, look=look)
+    return Monitor(gather=look)
 
 
 async def evidence_of_stuck_ranks(folder: Path, program: Path | None) -> messages.Evidence:
-    executor, driver = make_executor(folder, SCRIPT, senses(program))
+    executor, driver = make_executor(folder, SCRIPT, monitor(program))
     task = asyncio.create_task(executor.run())
     try:
         executor.hear(messages.Welcome(1, "j", 0, 0.05))

@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from phalanx.launch.user_script import Script
-from phalanx.launch.warm_template import WarmTemplate, Word
+from phalanx.launch.warm_template import AttemptReport, WarmTemplate
 from phalanx.run import messages
 from phalanx.run.executor.workers import Workers
 from phalanx.run.logs.log_files import RankLog, last_lines
 from phalanx.run.logs.log_lines import Tails
 from phalanx.run.logs.log_pump import Pump
-from phalanx.run.wire.codec import Kept, encode
+from phalanx.run.wire.message_frames import Kept, encode
 
-GUARD_S = 60.0
+GUARD_S = 240.0
 
 SCRIPT = """\
 import atexit, os, sys, time
@@ -58,7 +58,7 @@ class Host:
         self.workers: Workers | None = None
         self.pump = Pump(Tails(), lambda rank, lines: None, time.time)
 
-    def hear(self, attempt: int, word: Word) -> None:
+    def hear(self, attempt: int, word: AttemptReport) -> None:
         if self.workers is not None and attempt == self.workers.attempt:
             self.workers.hear(word)
 

@@ -15,7 +15,7 @@ from phalanx.run.clock import Now
 from phalanx.run.decide import actions
 from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
 from phalanx.run.incidents import evidence_files
-from phalanx.run.incidents.evidence_files import FILE_CHARS, MOST_FILES, Exhibit, Exhibits, Keeper, of_evidence
+from phalanx.run.incidents.evidence_files import FILE_CHARS, MOST_FILES, Exhibit, Exhibits, ReportKeeper, of_evidence
 from phalanx.run.incidents.incident_pages import beside, load, page_of
 from phalanx.run.incidents.report import MOST_FACTS, Decided, Incident, Lost, Seen, Took
 from phalanx.run.messages import Evidence, RankEvidence, WorkerEnded
@@ -35,8 +35,8 @@ def at(seconds: float) -> Now:
 
 
 @contextmanager
-def keeping(folder: Path, **options: Any) -> Iterator[Keeper]:
-    kept = Keeper(folder, "train", **options)
+def keeping(folder: Path, **options: Any) -> Iterator[ReportKeeper]:
+    kept = ReportKeeper(folder, "train", **options)
     try:
         yield kept
     finally:
@@ -248,9 +248,9 @@ def test_a_job_that_its_own_code_has_ended_says_what_to_mend_and_with_what_words
         kept.heard("b", ended(4, "Traceback:\nKeyError: 'x'"), at(0))
         kept.tell(OPEN, at(0))
         kept.tell(CloseIncident(1, "over", {}, result="gave up", status=1), at(1))
-        words = kept.last_words(actions.Finish(1, "user code"))
+        words = kept.last_lines(actions.Finish(1, "user code"))
         assert words == (3, "rank 3 has ended with this:\nTraceback:\nKeyError: 'x'")
-        assert kept.last_words(actions.Finish(0, "done")) is None
+        assert kept.last_lines(actions.Finish(0, "done")) is None
     outcome = load(tmp_path, 1).outcome
     assert outcome is not None and outcome.result == "gave up"
     assert outcome.to_do[0].startswith("mend the script") and "phalanx run logs 3" in outcome.to_do[1]

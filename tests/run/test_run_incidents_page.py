@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.run.incidents.incident_pages import PAGE_LINES, incidents_folder, listed, load, store, to_html, to_markdown
-from phalanx.run.incidents.report import Decided, Incident, Lost, Outcome, Seen, Took, from_json, to_json
+from phalanx.run.incidents.report import Decided, Incident, IncidentOutcome, Lost, Seen, Took, from_json, to_json
 
 T = 1_795_294_398.0
 
@@ -26,7 +26,9 @@ KILLED = Incident(
         Decided(unix_s=T + 0.11, what="restart in place as attempt 3", why="the first clean death on node-b"),
         Took(unix_s=T + 0.2, phase="start", seconds=0.44),
         Lost(unix_s=T + 0.64, from_step=120, to_step=117, seconds=14.2),
-        Outcome(unix_s=T + 0.84, result="recovered", summary="rank 5 was killed; restarted", to_do=["look at node-b"]),
+        IncidentOutcome(
+            unix_s=T + 0.84, result="recovered", summary="rank 5 was killed; restarted", to_do=["look at node-b"]
+        ),
     ],
 )
 
@@ -111,7 +113,11 @@ FACTS = st.one_of(
     st.builds(Took, unix_s=TIMES, phase=WILD, seconds=TIMES),
     st.builds(Lost, unix_s=TIMES, from_step=st.integers(-1, 9), to_step=st.integers(-1, 9), seconds=TIMES, what=WILD),
     st.builds(
-        Outcome, unix_s=TIMES, result=st.sampled_from(["recovered", "gave up"]), summary=WILD, to_do=st.lists(WILD)
+        IncidentOutcome,
+        unix_s=TIMES,
+        result=st.sampled_from(["recovered", "gave up"]),
+        summary=WILD,
+        to_do=st.lists(WILD),
     ),
 )
 INCIDENTS = st.builds(
@@ -126,7 +132,7 @@ INCIDENTS = st.builds(
         number=1,
         job="",
         attempt=0,
-        facts=[Seen(unix_s=-1.7e308, by="", what=""), Outcome(unix_s=1.7e308, result="gave up", summary="")],
+        facts=[Seen(unix_s=-1.7e308, by="", what=""), IncidentOutcome(unix_s=1.7e308, result="gave up", summary="")],
     )
 )
 def test_any_incident_is_one_page_with_its_headings_and_no_other(incident: Incident) -> None:
@@ -154,7 +160,7 @@ def test_a_page_of_as_much_as_can_be_is_still_one() -> None:
         Decided(unix_s=T, what="x", why="y"),
         Took(unix_s=T, phase="x", seconds=1),
         Lost(unix_s=T, what="x"),
-        Outcome(unix_s=T, result="gave up", summary="x", to_do=["do"] * 99),
+        IncidentOutcome(unix_s=T, result="gave up", summary="x", to_do=["do"] * 99),
     ]
     page = to_markdown(Incident(number=1, job="j", attempt=1, facts=kinds * 99))
     assert PAGE_LINES - 5 <= len(page.splitlines()) <= PAGE_LINES

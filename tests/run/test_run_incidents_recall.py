@@ -16,7 +16,7 @@ from phalanx.run.clock import Now
 from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, OpenIncident
 from phalanx.run.decide.policy import Job
 from phalanx.run.driver.write_ahead import Book
-from phalanx.run.incidents.evidence_files import Keeper, completed, told
+from phalanx.run.incidents.evidence_files import ReportKeeper, completed, earlier_decisions
 from phalanx.run.incidents.incident_pages import load, page_of, store
 from phalanx.run.incidents.report import Incident, Seen
 from phalanx.run.journal import Entry, Journal, open_journal
@@ -31,8 +31,8 @@ Said = list[tuple[Action, float]]
 
 
 @contextmanager
-def keeping(folder: Path, known: Sequence[str] = ()) -> Iterator[Keeper]:
-    kept = Keeper(folder, "train", known)
+def keeping(folder: Path, known: Sequence[str] = ()) -> Iterator[ReportKeeper]:
+    kept = ReportKeeper(folder, "train", known)
     try:
         yield kept
     finally:
@@ -47,7 +47,7 @@ def tell_all(folder: Path, said: Said, known: Sequence[str] = ()) -> None:
 
 def recall_all(folder: Path, journal: Journal, known: Sequence[str] = ()) -> None:
     with keeping(folder, known) as kept:
-        kept.recall(list(told(journal.read(), journal.epoch)))
+        kept.recall(list(earlier_decisions(journal.read(), journal.epoch)))
 
 
 def two_recoveries(path: str) -> Said:
@@ -143,7 +143,7 @@ def test_what_this_driver_decides_is_not_recalled_but_told(tmp_path: Path) -> No
     two_recoveries(path)
     with open_journal(path) as journal:
         book = Book(journal, JOB, World(JOB).policy, 100.0)
-        recalled = [action for action, _ in told(journal.read(), journal.epoch)]
+        recalled = [action for action, _ in earlier_decisions(journal.read(), journal.epoch)]
     restarted = [one for one in book.first_actions if isinstance(one, AddToIncident)]
     assert restarted and not set(map(repr, restarted)) & set(map(repr, recalled))
 
@@ -154,7 +154,7 @@ def test_what_is_not_understood_is_left_out(caplog: pytest.LogCaptureFixture) ->
     entries = [Entry("action", 1, text, 5.0, number, 1) for number, text in enumerate(texts, 1)]
     entries.append(Entry("event", 1, good, 5.0, 4, 1))
     with caplog.at_level(logging.WARNING):
-        assert list(told(entries, 2)) == [(OpenIncident(1, 1, "x", "y"), 5.0)]
+        assert list(earlier_decisions(entries, 2)) == [(OpenIncident(1, 1, "x", "y"), 5.0)]
     assert "entry 1 of the journal is not understood" in caplog.text
 
 
@@ -176,8 +176,10 @@ def test_webhooks_hear_of_what_was_never_stored(tmp_path: Path) -> None:
     said = two_recoveries(path)
     news: list[tuple[int, bool]] = []
     store(tmp_path, Incident(number=2, job="train", attempt=2, facts=[]))
-    kept = Keeper(tmp_path, "train", (), lambda incident, page: news.append((incident.number, bool(incident.outcome))))
+    kept = ReportKeeper(
+        tmp_path, "train", (), lambda incident, page: news.append((incident.number, bool(incident.outcome)))
+    )
     with open_journal(path) as journal, closing(kept):
-        kept.recall(list(told(journal.read(), journal.epoch)))
+        kept.recall(list(earlier_decisions(journal.read(), journal.epoch)))
         kept.tell(CloseIncident(2, "over", {}), Now(0, said[-1][1] + 1))
     assert news == [(1, True), (2, True)]

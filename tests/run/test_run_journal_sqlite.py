@@ -26,7 +26,7 @@ from phalanx.run.journal import (
     open_journal,
     read_journal,
 )
-from phalanx.run.journal.journal_tables import is_network_file_system
+from phalanx.run.journal.journal_tables import SqliteFile, is_network_file_system
 
 HERE = Path(__file__).parent
 
@@ -183,6 +183,49 @@ def test_a_reader_makes_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such journal"):
         read_journal(str(tmp_path / "journal.db"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_whenever_a_reader_comes_there_is_no_journal_or_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    path, outcomes = tmp_path / "journal.db", []
+
+    def read(connection: sa.Connection, *statement: object) -> None:
+        if connection.engine in readers:
+            return
+        is_there = path.exists()
+        try:
+            with read_journal(str(path)) as reader:
+                outcomes.append(len(reader.starts()))
+        except UserError as error:
+            outcomes.append("" if not is_there else error.problem)
+
+    readers: set[sa.Engine] = set()
+    connect = SqliteFile.connect
+
+    def noted(place: SqliteFile) -> sa.Connection:
+        connection = connect(place)
+        readers.add(connection.engine)
+        return connection
+
+    def refuse(*paths: Path) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(SqliteFile, "connect", noted)
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    sa.event.listen(sa.Engine, "before_cursor_execute", read)
+    try:
+        open_journal(str(path)).close()
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", read)
+    assert outcomes[0] == "" and outcomes[-1] == 1
+    if has_links:
+        assert set(outcomes) == {"", 0, 1}
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "journal.db.lock"]
+    with open_journal(str(path)) as journal:
+        assert journal.epoch == 2
 
 
 def test_a_file_of_a_later_version_is_left_alone(tmp_path: Path) -> None:

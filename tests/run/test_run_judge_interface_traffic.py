@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.judge.interface_traffic import Traffic, TrafficJudge
+from phalanx.run.judge.interface_traffic import TrafficJudge, TrafficVerdict
 
 GIB = 1 << 30
 
@@ -29,7 +29,7 @@ class Cluster:
         rate: Callable[[str], float] = lambda name: 1e9,
         stopped: bool = False,
         is_paused: bool = False,
-    ) -> list[Traffic]:
+    ) -> list[TrafficVerdict]:
         began_s, said = self.now_s, []
         for _ in range(seconds):
             self.now_s += 1.0
@@ -41,7 +41,7 @@ class Cluster:
         return said
 
 
-def kinds(said: list[Traffic]) -> set[str]:
+def kinds(said: list[TrafficVerdict]) -> set[str]:
     return {one.kind for one in said}
 
 

@@ -15,31 +15,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run import judge
-from phalanx.run.judge.log_rules import (
+from phalanx.detect.logs.log_rules import (
     FLAGS,
-    KERNEL_RANK,
     LONGEST_LINE,
+    LogRule,
     Matcher,
-    Rule,
-    Watcher,
     load_rules,
     may_explode,
     required_texts,
     shorten,
 )
+from phalanx.run import judge
+from phalanx.run.judge.line_watch import KERNEL_RANK, Watcher
 
 LOGS = Path(__file__).parents[3] / "shared" / "data" / "nodes" / "gpud-kmsg"
 RULES = load_rules()
 MATCHER = Matcher(RULES)
 
 
-def sources(rule: Rule) -> list[Any]:
+def sources(rule: LogRule) -> list[Any]:
     return ["output", "kernel"] if rule.where == "any" else [rule.where]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_an_example_is_found_as_its_own_rule(rule: Rule) -> None:
+def test_an_example_is_found_as_its_own_rule(rule: LogRule) -> None:
     assert rule.spares
     for source in sources(rule):
         for line in rule.matches:
@@ -51,7 +50,7 @@ def test_an_example_is_found_as_its_own_rule(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_rule_has_limits_and_passes_through_the_prefilter(rule: Rule) -> None:
+def test_every_rule_has_limits_and_passes_through_the_prefilter(rule: LogRule) -> None:
     assert required_texts(rule.pattern) is not None
     assert not may_explode(rule.pattern)
     assert all(high <= 200 for high in highs(parser.parse(rule.pattern, FLAGS)))
@@ -84,7 +83,7 @@ def test_what_is_asked_for_is_covered() -> None:
 REAL = [
     ("kmsg_kmsg.1.log", {}),
     ("kmsg_kmsg.2.peermem.log", {"peer-memory": 7}),
-    ("memory_dmesg.decode.iso.log", {"xid-user-code": 17, "oom-host": 5, "oom-cgroup": 2}),
+    ("memory_dmesg.decode.iso.log", {"xid-user-code": 17, "oom-of-others": 3, "oom-host": 2, "oom-cgroup": 2}),
     ("nccl_dmesg.decode.iso.log", {"segfault-kernel": 2}),
     ("xid_dmesg-with-xid-119.log", {"xid-firmware": 5}),
     ("pstore_7530486857247_dmesg.txt", {"nic-unplugged": 1, "kernel-crash": 1}),
@@ -216,12 +215,12 @@ def test_what_is_remembered_has_a_limit(said: list[tuple[int, str]]) -> None:
     watcher = Watcher(MATCHER, capacity=3)
     for index, (rank, line) in enumerate(said):
         watcher.look(rank, line, float(index))
-        assert len(watcher._said) <= 3
+        assert len(watcher._seen_s) <= 3
 
 
 def test_judges_do_not_load_torch() -> None:
     names = [module.name for module in pkgutil.iter_modules(judge.__path__)]
-    assert {"hang_analysis", "log_rules", "stragglers", "suspects"} <= set(names)
+    assert {"interface_traffic", "line_watch", "stragglers", "suspects"} <= set(names)
     imports = "; ".join(f"import phalanx.run.judge.{name}" for name in names)
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judge_helpers import py_spy
 
-from phalanx.run.judge.stack_traces import LOOK_S, Frame, RankStillness, Sample, main_stack
+from phalanx.detect.hangs.python_stacks import Frame, main_stack
+from phalanx.detect.hangs.stack_traces import LOOK_S, RankStillness, Sample
 
 Change = Callable[[int, Sample], Sample]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judge_helpers import BACKWARD, py_spy
 
-from phalanx.run.judge.stack_traces import main_stack, waits_for_peers, without_lines
+from phalanx.detect.hangs.python_stacks import main_stack, waits_for_peers, without_lines
 from phalanx.run.judge.suspects import find_suspects, waits_of
 from phalanx.run.messages import RankEvidence
 

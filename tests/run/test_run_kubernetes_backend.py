@@ -16,9 +16,9 @@ from kubernetes import client
 from kubernetes_cluster import STARTED, Cluster
 
 from phalanx.core.errors import UserError
-from phalanx.run.backends.base import Listener, Movable
-from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError
-from phalanx.run.backends.kubernetes.backend import KubernetesBackend
+from phalanx.run.backends.backend import Listener, Movable
+from phalanx.run.backends.kubernetes.cluster_api import ClusterApi, ClusterError
+from phalanx.run.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions
 
 GUARD_S = 60.0

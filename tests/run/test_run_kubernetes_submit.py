@@ -20,14 +20,14 @@ from kubernetes import client
 from kubernetes_cluster import Cluster, checked
 
 from phalanx.core.errors import UserError
-from phalanx.run.backends.base import submit_job
+from phalanx.run.backends.backend import submit_job
 from phalanx.run.backends.kubernetes import entry
-from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError, indexes
+from phalanx.run.backends.kubernetes.cluster_api import ClusterApi, ClusterError, indexes
 from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions, read_options
+from phalanx.run.backends.kubernetes.kubernetes_submit import make_all
 from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE, base_name, executors, for_driver, host_name
-from phalanx.run.backends.kubernetes.submit import make_all
 from phalanx.run.config import RunConfig, load_job
-from phalanx.run.executor.main import Settings
+from phalanx.run.executor.main import ExecutorSettings
 
 OPTIONS = {"image": "registry/train:1", "tls_secret": "tls", "namespace": "ml", "claim": "runs"}
 FULL = {
@@ -194,7 +194,7 @@ def test_an_executor_is_told_who_it_is(tmp_path: Path) -> None:
     given = {"settings": settings, "base": "phalanx-train", "wave": 2, "driver": "phalanx-train.ml.svc:7700"}
     environ = {"JOB_COMPLETION_INDEX": "3", "PHALANX_POD_IP": "10.1.2.3"}
     command = entry.executor_command(["executor", json.dumps(given)], environ, tmp_path)
-    told = Settings(**json.loads(command[-1]))
+    told = ExecutorSettings(**json.loads(command[-1]))
     assert (told.host, told.address, told.uses_tls) == ("phalanx-train-w2-3", "10.1.2.3", True)
     assert Path(told.driver).read_text().split() == ["phalanx-train.ml.svc:7700"]
     with pytest.raises(UserError, match="no part of a job"):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -14,21 +15,19 @@ from hypothesis import strategies as st
 
 from phalanx.run.logs.log_files import (
     Follower,
-    Line,
+    LoggedLine,
     RankLog,
     follow,
     last_lines,
     parsed,
-    rank_folder,
     rank_folders,
     segments,
-    written,
 )
 
 NOW_S = 1_795_294_398.123
 
 
-def texts(lines: list[Line]) -> list[str]:
+def texts(lines: list[LoggedLine]) -> list[str]:
     return [line.text for line in lines]
 
 
@@ -36,22 +35,26 @@ def test_a_line_says_when_and_who(tmp_path: Path) -> None:
     log = RankLog(tmp_path, 3, 2)
     log.write(["step 1", "", "ü \x1b[1m \ud800"], NOW_S)
     log.close()
-    [segment] = segments(rank_folder(tmp_path, 3))
+    [segment] = segments(tmp_path / "rank-3")
     assert segment.path == tmp_path / "rank-3" / "attempt-0002.0001.log"
     assert segment.path.read_text() == (
         "2026-11-21T20:53:18.123Z [rank 3] step 1\n"
         "2026-11-21T20:53:18.123Z [rank 3] \n"
         "2026-11-21T20:53:18.123Z [rank 3] ü \x1b[1m ?\n"
     )
-    assert last_lines(tmp_path, 3, 1) == [Line(3, 2, NOW_S, "ü \x1b[1m ?")]
+    assert last_lines(tmp_path, 3, 1) == [LoggedLine(3, 2, NOW_S, "ü \x1b[1m ?")]
 
 
 @given(
     st.integers(0, 10**6), st.text(st.characters(blacklist_characters="\n", blacklist_categories=["Cs"])), st.floats()
 )
 def test_what_is_written_is_parsed(rank: int, text: str, unix_s: float) -> None:
-    line = parsed(written(rank, text, unix_s).encode()[:-1], 7, 1)
-    assert (line.rank, line.text) == (rank, text)
+    with TemporaryDirectory() as folder:
+        log = RankLog(Path(folder), rank, 1)
+        log.write([text], unix_s)
+        log.close()
+        [line] = last_lines(Path(folder), rank, 9)
+    assert (line.rank, line.attempt, line.text) == (rank, 1, text)
 
 
 @given(st.binary())
@@ -111,11 +114,11 @@ def test_a_log_that_cannot_be_written_counts_and_says_so_later(tmp_path: Path) -
     log = RankLog(tmp_path, 0, 1)
     log.write(["a", "b"], NOW_S)
     log.write(["c"], NOW_S)
-    assert (log.lost_lines, log.problem) == (3, "File exists")
+    assert log.problem == "File exists"
     (tmp_path / "rank-0").unlink()
     log.write(["d"], NOW_S)
     log.close()
-    assert (log.lost_lines, log.problem) == (3, "")
+    assert log.problem == ""
     assert texts(last_lines(tmp_path, 0, 9)) == ["[phalanx: 3 lines could not be written: File exists]", "d"]
 
 
@@ -142,7 +145,7 @@ def test_a_full_disk_tears_no_later_line(small_disk: Path) -> None:
     log.write(["last"], NOW_S)
     log.close()
     first, torn, note, last = last_lines(small_disk, 0, 9)
-    assert (first.text, last.text, log.lost_lines) == ("first", "last", 2)
+    assert (first.text, last.text) == ("first", "last")
     assert "yyy" in torn.text
     assert note.text == "[phalanx: 2 lines could not be written: No space left on device]"
 

@@ -17,7 +17,7 @@ from phalanx.run.logs.log_files import RankLog, last_lines
 from phalanx.run.logs.log_lines import Tails
 from phalanx.run.logs.log_pump import Pump
 
-GUARD_S = 60
+GUARD_S = 240
 
 
 class Heard:
@@ -200,10 +200,14 @@ def test_a_disk_that_refuses_does_not_stop_a_rank(tmp_path: Path) -> None:
         process = started(pump, 0, tmp_path, "for i in range(50_000): print(i)", log)
         await pump.until_ended()
         assert process.wait(GUARD_S) == 0
-        assert (log.lost_lines, pump.problems()) == (50_000, {0: "File exists"})
+        assert log.problem == "File exists"
         await pump.close()
+        (tmp_path / "rank-0").unlink()
+        log.write(["later"], 2.5)
+        log.close()
 
     run(work)
+    assert all_lines(tmp_path, 0) == ["[phalanx: 50000 lines could not be written: File exists]", "later"]
 
 
 def test_who_listens_and_fails_is_reported_and_loses_no_line(tmp_path: Path) -> None:
@@ -254,4 +258,4 @@ def test_no_descriptor_and_no_thread_stays(tmp_path: Path) -> None:
     run(work)
     before = len(list(Path("/proc/self/fd").iterdir()))
     run(work)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

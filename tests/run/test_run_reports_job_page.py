@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reports_helpers import HOSTILE, T, host, job, open_incident, told, wrote
+from reports_helpers import HOSTILE, T, detection, host, job, open_incident, told, wrote
 from test_run_incidents_page import KILLED
 
 from phalanx.run.incidents.incident_pages import Summary
@@ -63,6 +63,16 @@ def parsed(text: str) -> Markup:
 
 def summary(number: int, title: str = "rank 5 was killed", result: str = "recovered") -> Summary:
     return Summary(number, T, 2, title, result, 1.5, 3, Path("page.md"))
+
+
+def test_what_judges_have_found_stands_there_with_why_and_is_no_markup() -> None:
+    found = parsed(page(job([host(0)], detections=(detection(1), detection(2, HOSTILE)), detection_count=2), [], []))
+    assert (
+        "Found by judges" in found.text
+        and "judge of stragglers: host-1 is slow (90% sure; advice: check)" in found.text
+    )
+    assert found.text.count("<script>") == 3
+    assert "Found by judges" not in page(job([host(0)]), [], [])
 
 
 def test_what_people_want_to_know_is_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import re
 import threading
@@ -10,12 +11,16 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from reports_helpers import HOSTILE, Played, host, job, open_incident, told, with_links, wrote
+from reports_helpers import HOSTILE, Played, detection, host, job, open_incident, told, with_links, wrote
 from rich.console import Console
 
 from phalanx.cli.run_watch import show_status
 from phalanx.run.api.job import Metrics, Reading
-from phalanx.run.messages import Interface
+from phalanx.run.clock import read_clocks
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.state import initial
+from phalanx.run.driver.job_status import Known, overview
+from phalanx.run.messages import VERSION, Interface
 from phalanx.run.reports import live_view
 from phalanx.run.reports.job_page import page
 from phalanx.run.reports.live_view import Panel, show
@@ -46,7 +51,7 @@ def drawn(panel: Panel, width: int, height: int) -> list[str]:
 MANY = [host(n) for n in range(250)] + [host(250, "spare"), host(251, "evicted", why="at fault again")]
 
 
-@pytest.mark.parametrize("height", [2, 3, 5, 8, 12, 24, 60])
+@pytest.mark.parametrize("height", [2, 3, 5, 7, 8, 12, 24, 60])
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_panel_has_never_more_lines_or_columns_than_the_terminal(width: int, height: int) -> None:
     for hosts in (MANY, MANY[:3], []):
@@ -90,8 +95,8 @@ def test_the_last_step_is_no_movement_and_the_last_movement_no_step(moved_s: flo
     assert "last 5m" in panel and ("movement 15.0s ago" in panel) == is_told
     assert "<dt>last step</dt><dd>5m" in web and ("<dt>last movement</dt><dd>15.0s ago" in web) == is_told
     read = Metrics(lambda: Reading(now, 1, None, 1.0, 1.0)).text().decode()
-    assert "\nphalanx_run_seconds_since_last_step 300.0\n" in read
-    assert f"\nphalanx_run_seconds_since_last_movement {moved_s}\n" in read
+    assert "\nphalanx_run_last_step_age_seconds 300.0\n" in read
+    assert f"\nphalanx_run_last_movement_age_seconds {moved_s}\n" in read
 
 
 def test_what_was_wrong_with_links_stands_beside_what_a_host_is_about() -> None:
@@ -125,6 +130,16 @@ def test_status_says_what_storage_keeps_up_with() -> None:
         shown = " ".join(seen(console).split())
         assert (line in shown) == is_told
         assert "\x1b" not in shown and "\u202e" not in shown
+
+
+def test_status_says_that_an_executor_of_another_version_is_refused_and_what_to_do() -> None:
+    known = Known(initial(Policy(), Job("train", 1, 1)), other_versions={"10.0.0.7": 2, "10.0.0.8": 3})
+    console = file()
+    show_status(overview(known, read_clocks()), console)
+    shown = " ".join(seen(console).split())
+    assert f"an executor at 10.0.0.8 and at 1 more speaks version 3 of the wire, this driver {VERSION}" in shown
+    assert "install the same phalanx on both" in shown
+    assert overview(dataclasses.replace(known, other_versions={}), read_clocks()).refused == ""
 
 
 def test_where_there_is_little_room_columns_go_and_what_a_host_is_about_stays() -> None:
@@ -165,6 +180,19 @@ def test_the_last_line_says_how_it_ended_and_what_to_read(tmp_path: Path) -> Non
     assert text.index("Traceback:\n  KeyError: 'x'\n") < text.index("ended with status 1 after 12m04s: KeyError")
     assert "hunter2" not in text
     assert f"incidents/0003.md, all 3 in {tmp_path}/incidents" in text and f"logs: {tmp_path}/logs" in text
+
+
+def test_what_judges_have_found_is_said_before_the_end(tmp_path: Path) -> None:
+    ended = file()
+    found = (*(detection(number) for number in range(2, 14)), detection(14, HOSTILE, incident=3))
+    asyncio.run(
+        show(Played([], job([host(0)], status=0, detections=found, detection_count=14)), ended, folder=tmp_path)
+    )
+    lines = seen(ended).splitlines()
+    assert lines[0] == "judges have found 4 more before:"
+    assert lines[1].endswith("judge of stragglers: host-1 is slow (90% sure; advice: check)")
+    assert "incident 3)" in lines[10] and "\x1b" not in "".join(lines) and "\u202e" not in "".join(lines)
+    assert lines[11].startswith("done after ") and lines[12].startswith("incident: ") and len(lines) == 13
 
 
 def test_of_a_script_that_makes_no_steps_nothing_is_said_of_training() -> None:
@@ -240,7 +268,7 @@ class Stuck(io.StringIO):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_that_takes_nothing_holds_up_nobody(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "_LAST_LOOK_S", 0.05)
+    monkeypatch.setattr(live_view, "_STUCK_S", 0.05)
     stuck = Stuck()
     console = Console(file=stuck, force_terminal=is_terminal, width=80, height=24)
     items = [wrote(number, 0, "x" * 80) for number in range(6000)]

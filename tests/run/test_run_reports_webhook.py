@@ -16,7 +16,8 @@ from test_run_incidents_page import KILLED
 
 from phalanx.core.errors import UserError
 from phalanx.run.incidents.report import Incident, from_json
-from phalanx.run.reports.webhook import MOST_WAITING, Webhook
+from phalanx.run.reports.webhook import Webhook
+from phalanx.telemetry.alerts.alert_receivers import MOST_WAITING
 
 PAGE = Path("/runs/llama/incidents/0003.md")
 QUICK = (0.01, 0.01, 0.01)
@@ -112,9 +113,15 @@ def test_a_receiver_that_hangs_holds_up_nobody() -> None:
         began_s = time.monotonic()
         patient.close(0.2)
         assert time.monotonic() - began_s < 20
+        assert patient.given_up >= MOST_WAITING + 9  # all but the one that is on its way
         hasty.post(KILLED, PAGE)
         hasty.close(60)
         assert hasty.given_up == 1
+    for thread in threading.enumerate():
+        if thread.name == "alerts":
+            thread.join(30)  # nobody listens any more, and no other message waits: it says so, and ends
+            assert not thread.is_alive()
+    assert patient.given_up == MOST_WAITING + 10
 
 
 def test_nobody_reads_the_url(receivers: list[Receiver], caplog: pytest.LogCaptureFixture) -> None:

@@ -106,8 +106,11 @@ def test_a_token_that_others_can_read_is_refused_without_being_shown(token_file:
 def test_a_folder_that_others_can_enter_is_refused(token_file: Path) -> None:
     token_file.parent.mkdir(mode=0o700)
     token_file.parent.chmod(0o755)
-    with pytest.raises(UserError, match=r"mode 755.*chmod 700"):
+    with pytest.raises(UserError, match=r"run\.token_file.*mode 755.*chmod 700"):
         ensure_token(token_file)
+    with pytest.raises(UserError, match=r"--token-file.*mode 755") as caught:
+        ensure_token(token_file, "--token-file")
+    assert "run.token_file" not in str(caught.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

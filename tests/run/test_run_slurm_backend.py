@@ -13,9 +13,9 @@ import pytest
 from slurm_cluster import Cluster, missing_programs
 
 from phalanx.core.errors import UserError
-from phalanx.run.backends.base import Listener, Ordered
-from phalanx.run.backends.slurm.backend import SlurmBackend, make
+from phalanx.run.backends.backend import BackendSetup, Listener
 from phalanx.run.backends.slurm.commands import read_options
+from phalanx.run.backends.slurm.slurm_backend import SlurmBackend, make
 from phalanx.run.config import RunConfig
 
 GUARD_S = 120.0
@@ -73,8 +73,8 @@ def backend_of(folder: Path, job: str, program: str = OBEDIENT, hosts: int = 2, 
     config = RunConfig(
         script="t.py", hosts=hosts, spares=0, backend="slurm", backend_options={"poll_s": 0.5, **options}
     )
-    ordered = Ordered(config, folder, lambda host: ["sh", "-c", program, str(folder / host)], dict(os.environ))
-    return SlurmBackend(ordered, read_options(config), job)
+    setup = BackendSetup(config, folder, lambda host: ["sh", "-c", program, str(folder / host)], dict(os.environ))
+    return SlurmBackend(setup, read_options(config), job)
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:
@@ -221,7 +221,7 @@ def test_a_signal_says_it_before_the_clock_does(allocation: str, tmp_path: Path)
     async def story() -> None:
         told = Told()
         config = RunConfig(script="t.py", backend="slurm", backend_options={"poll_s": 300})
-        backend = make(Ordered(config, tmp_path, lambda host: ["true"], dict(os.environ)))
+        backend = make(BackendSetup(config, tmp_path, lambda host: ["true"], dict(os.environ)))
         os.kill(os.getpid(), signal.SIGUSR1)  # before it has begun
         await backend.begin(told.listener)
         await told.until(lambda: told.left_s)
@@ -242,7 +242,7 @@ def test_an_allocation_that_is_too_small_or_none_is_refused(
             await backend_of(tmp_path, "9999").begin(Told().listener)
         monkeypatch.delenv("SLURM_JOB_ID")
         with pytest.raises(UserError, match="there is no allocation here"):
-            make(Ordered(RunConfig(script="t.py", backend="slurm"), tmp_path, lambda host: [], {}))
+            make(BackendSetup(RunConfig(script="t.py", backend="slurm"), tmp_path, lambda host: [], {}))
 
     play(story)
 

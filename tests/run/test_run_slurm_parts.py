@@ -13,8 +13,7 @@ from driver_helpers import Town, running
 from phalanx.core.errors import UserError
 from phalanx.ipc.processes import Identity
 from phalanx.run import messages
-from phalanx.run.backends.slurm import commands, submit
-from phalanx.run.backends.slurm.backend import Notes, Rests
+from phalanx.run.backends.slurm import commands, slurm_submit
 from phalanx.run.backends.slurm.commands import (
     Allocation,
     read_allocation,
@@ -24,7 +23,8 @@ from phalanx.run.backends.slurm.commands import (
     seconds_of,
     srun_environment,
 )
-from phalanx.run.backends.slurm.submit import job_file, sbatch_command, script
+from phalanx.run.backends.slurm.slurm_backend import NodeBackoff, Notes
+from phalanx.run.backends.slurm.slurm_submit import job_file, sbatch_command, script
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.decide.policy import Job
 from phalanx.run.secrets import client_context, ensure_certificate, server_context
@@ -140,15 +140,15 @@ def test_names_of_hosts_are_given_once_and_notes_outlive_the_driver(tmp_path: Pa
 
 
 def test_nodes_that_fail_rest_longer_each_time_and_come_after_others() -> None:
-    rests = Rests()
-    rests.rest("n1", 100.0)
-    assert rests.ready(["n1", "n2"], 104.0) == ["n2"]
-    assert rests.ready(["n1", "n2"], 105.0) == ["n2", "n1"]
-    rests.rest("n1", 105.0)
-    assert rests.ready(["n1"], 114.0) == [] and rests.ready(["n1"], 115.0) == ["n1"]
-    rests.wake("n1")
-    rests.rest("n1", 200.0)
-    assert rests.ready(["n1"], 205.0) == ["n1"]
+    backoff = NodeBackoff()
+    backoff.add("n1", 100.0)
+    assert backoff.ready(["n1", "n2"], 104.0) == ["n2"]
+    assert backoff.ready(["n1", "n2"], 105.0) == ["n2", "n1"]
+    backoff.add("n1", 105.0)
+    assert backoff.ready(["n1"], 114.0) == [] and backoff.ready(["n1"], 115.0) == ["n1"]
+    backoff.reset("n1")
+    backoff.add("n1", 200.0)
+    assert backoff.ready(["n1"], 205.0) == ["n1"]
 
 
 def test_a_host_that_the_back_end_gives_up_is_told_to_end_if_it_lives_on(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_on_one_machine_a_driver_stays_on_loopback(monkeypatch: pytest.MonkeyPat
     assert address_towards("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(submit, "_address_of", lambda node: "127.0.0.1")
+    monkeypatch.setattr(slurm_submit, "_address_of", lambda node: "127.0.0.1")
     config = job()
-    assert submit.settle(config) is config
+    assert slurm_submit.settle(config) is config
 
 
 def test_on_a_cluster_a_driver_listens_where_nodes_reach_it_with_a_certificate_of_its_own(
@@ -178,21 +178,21 @@ def test_on_a_cluster_a_driver_listens_where_nodes_reach_it_with_a_certificate_o
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(submit, "_address_of", lambda node: "10.1.2.9")
-    monkeypatch.setattr(submit, "address_towards", lambda target: "10.1.2.3")
-    config = submit.settle(job().model_copy(update={"folder": str(tmp_path / "run")}))
+    monkeypatch.setattr(slurm_submit, "_address_of", lambda node: "10.1.2.9")
+    monkeypatch.setattr(slurm_submit, "address_towards", lambda target: "10.1.2.3")
+    config = slurm_submit.settle(job().model_copy(update={"folder": str(tmp_path / "run")}))
     assert (config.listen, config.http) == ("10.1.2.3:0", "10.1.2.3:0")
     assert config.tls.files is not None and Path(config.tls.key).stat().st_mode & 0o077 == 0
     RunConfig.model_validate(config.model_dump())  # the addresses are allowed, with this certificate
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert submit.settle(job()).listen == "127.0.0.1:0"
+    assert slurm_submit.settle(job()).listen == "127.0.0.1:0"
 
 
 def test_a_given_address_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     config = RunConfig(script="x.py", backend="slurm", listen="127.0.0.1:7000")
-    assert submit.settle(config) is config
+    assert slurm_submit.settle(config) is config
 
 
 def test_both_sides_show_the_certificate_and_nobody_else_gets_in(tmp_path: Path) -> None:

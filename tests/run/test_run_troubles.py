@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,22 +20,22 @@ from driver_helpers import Town, running
 from rich.console import Console
 from rich.text import Text
 
-from phalanx.core.asyncio_tasks import told
+from phalanx.core.asyncio_tasks import report_failure
 from phalanx.core.errors import UserError
 from phalanx.run import messages
 from phalanx.run.api.guard import Guard, Sessions
-from phalanx.run.api.server import HttpServer
-from phalanx.run.backends.base import Listener
+from phalanx.run.api.http_server import HttpServer
+from phalanx.run.backends.backend import Listener
 from phalanx.run.backends.local import LocalBackend
 from phalanx.run.clock import Now
 from phalanx.run.decide.actions import OpenIncident
 from phalanx.run.decide.policy import Job
 from phalanx.run.drive.main import _begin, _step_down, heed_signals, told_to
-from phalanx.run.executor.check_runner import Checking
+from phalanx.run.executor.host_monitor import CheckRunner
 from phalanx.run.executor.main import _read_kernel
 from phalanx.run.executor.workers import TEXT_CHARS, sendable
 from phalanx.run.incidents import evidence_files
-from phalanx.run.incidents.evidence_files import Keeper
+from phalanx.run.incidents.evidence_files import ReportKeeper
 from phalanx.run.incidents.incident_pages import load
 from phalanx.run.incidents.report import Incident
 from phalanx.run.logs.log_files import RankLog
@@ -45,6 +46,7 @@ from phalanx.run.reports.recent_events import Hub, Told
 from phalanx.run.reports.webhook import Webhook
 from phalanx.run.secrets import Token
 from phalanx.run.wire.driver_address import Address
+from phalanx.telemetry.alerts.alert_receivers import Message, PostedTo
 
 GUARD_S = 60.0
 
@@ -71,7 +73,10 @@ def test_a_task_that_nobody_awaits_is_told_while_it_is_held() -> None:
         raise FaultError("x")
 
     async def story(found: list[dict[str, Any]]) -> None:
-        held = [told(asyncio.create_task(fail()), "the work"), told(asyncio.create_task(asyncio.sleep(9)), "more")]
+        held = [
+            report_failure(asyncio.create_task(fail()), "the work"),
+            report_failure(asyncio.create_task(asyncio.sleep(9)), "more"),
+        ]
         held[1].cancel()
         await asyncio.wait(held)
         await asyncio.sleep(0)
@@ -94,7 +99,7 @@ def test_of_reports_one_that_cannot_be_made_leaves_the_others(
         raise FaultError("nobody is told")
 
     monkeypatch.setattr(evidence_files, "store", store)
-    kept = Keeper(tmp_path, "j", (), deliver)
+    kept = ReportKeeper(tmp_path, "j", (), deliver)
     for number in (1, 2, 3):
         kept.tell(OpenIncident(number, 1, "x", "y"), Now(0, 1.0))
     kept.close(GUARD_S)
@@ -105,10 +110,10 @@ def test_of_reports_one_that_cannot_be_made_leaves_the_others(
 def test_a_webhook_outlives_what_it_did_not_expect(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def attempt(self: Webhook, message: bytes) -> str:
+    def attempt(self: PostedTo, message: Message) -> str:
         raise FaultError("https://x/s3cr3t")
 
-    monkeypatch.setattr(Webhook, "_try", attempt)
+    monkeypatch.setattr(PostedTo, "send", attempt)
     webhook = Webhook("https://example.org/s3cr3t", pauses_s=())
     for _ in range(2):
         webhook.post(Incident(number=1, job="j", attempt=1, facts=[]), Path("p"))
@@ -173,7 +178,7 @@ def test_tests_of_a_host_that_cannot_be_run_are_answered() -> None:
     def check(kind: str, peers: Sequence[str], own: Sequence[int]) -> list[messages.CheckOutcome]:
         raise FaultError("x" * 10_000)
 
-    asyncio.run(Checking(check, answers.append).answer(messages.Check(7, "quick", []), []))
+    asyncio.run(CheckRunner(check, answers.append).answer(messages.Check(7, "quick", []), []))
     ((outcome,),) = [answer.outcomes for answer in answers]
     assert (answers[0].number, outcome.outcome) == (7, "fail")
     assert "could not be run: FaultError: xxx" in outcome.reason and len(outcome.reason) <= 1000
@@ -196,13 +201,9 @@ def test_a_kernel_log_that_cannot_be_read_is_let_go() -> None:
         def close(self) -> None:
             self.ours = -1
 
-    class Executor:
-        class senses:  # noqa: N801 - as the executor has it
-            findings = None
-
     async def story(found: list[dict[str, Any]]) -> None:
         log: Any = Log()
-        executor: Any = Executor()
+        executor: Any = SimpleNamespace(monitor=SimpleNamespace(kernel_findings=log.read))
         asyncio.get_running_loop().add_reader(log.fileno(), _read_kernel, log, executor)
         for _ in range(20):
             await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import struct
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -22,9 +23,9 @@ from wire_helpers import (
     runs,
 )
 
-from phalanx.ipc.codec import Decoder
+from phalanx.ipc.codec import MessageDecoder
 from phalanx.run import messages as m
-from phalanx.run.wire import codec, driver_address, proof, server
+from phalanx.run.wire import arrivals, driver_address, executor_server, message_frames, proof
 
 UPGRADE = (
     b"GET /executors HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -45,12 +46,12 @@ async def tcp(address, sent=b"", source="127.0.0.1"):
 
 
 async def challenged(raw):
-    return Decoder(codec.Challenge).decode(await raw.frame())
+    return MessageDecoder(message_frames.Challenge).decode(await raw.frame())
 
 
 def answer(challenge, **changed):
-    settings = {"token": TOKEN, "job": "job-a", "host": "node-1", "instance": b"i" * 16, "nonce": b"n" * 32, **changed}
-    return proof.answer(challenge=challenge, **settings)
+    settings = {"token": TOKEN, "job": "job-a", "host": "node-1", "instance": b"i" * 16, **changed}
+    return proof.answer(proof.key_of(settings.pop("token")), challenge, **settings)[0]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,9 @@ def test_a_wrong_token_or_job_is_refused_and_both_sides_know_why(changed, says, 
     @runs
     async def play():
         async with driving() as driver, calling(driver.address) as raw:
-            raw.channel.send(codec.encode(answer(await challenged(raw), **changed)))
+            raw.channel.send(message_frames.encode(answer(await challenged(raw), **changed)))
             ending = await raw.ended()
-            assert ending.code == codec.REFUSED and says in ending.reason and ending.by_peer
+            assert ending.code == message_frames.REFUSED and says in ending.reason and ending.by_peer
             assert not driver.heard.all
 
     with caplog.at_level(logging.WARNING, "phalanx.run.wire"):
@@ -83,10 +84,24 @@ async def test_an_executor_with_a_wrong_token_learns_why_and_goes_on_trying():
 async def test_an_older_executor_is_told_the_versions():
     async with driving() as driver, calling(driver.address) as raw:
         challenge = await challenged(raw)
-        given_ = codec.Answer(m.VERSION - 1, "job-a", "node-1", b"i" * 16, b"n" * 32, b"p" * 32)
-        raw.channel.send(codec.encode(given_))
+        given_ = message_frames.HandshakeAnswer(m.VERSION - 1, "job-a", "node-1", b"i" * 16, b"p" * 48)
+        raw.channel.send(message_frames.encode(given_))
         assert f"the driver speaks version {m.VERSION}, the executor {m.VERSION - 1}" in (await raw.ended()).reason
         assert challenge.version == m.VERSION
+        assert driver.server.other_versions() == {"127.0.0.1": m.VERSION - 1}
+
+
+@runs
+async def test_of_what_an_older_executor_says_when_it_ends_only_its_version_is_kept():
+    async with driving() as driver, calling(driver.address) as raw:
+        await challenged(raw)
+        reason = f"the driver speaks version {m.VERSION}, the executor 3; \x1b[31mlook here"
+        raw.channel.end(message_frames.REFUSED, reason)
+        while not driver.server.other_versions():
+            await asyncio.sleep(0.01)
+        assert driver.server.other_versions() == {"127.0.0.1": 3}
+        driver.server.clock = lambda: time.monotonic() + 61
+        assert driver.server.other_versions() == {}
 
 
 @runs
@@ -97,8 +112,8 @@ async def test_a_recorded_handshake_is_of_no_use():
             await driver.heard.kind("hello")
         async with calling(driver.address) as replay:
             await challenged(replay)
-            replay.channel.send(codec.encode(given_))
-            assert (await replay.ended()).code == codec.REFUSED
+            replay.channel.send(message_frames.encode(given_))
+            assert (await replay.ended()).code == message_frames.REFUSED
         assert driver.hellos() == 1
 
 
@@ -106,12 +121,13 @@ async def test_a_recorded_handshake_is_of_no_use():
 async def test_the_drivers_own_proof_sent_back_is_of_no_use():
     """Two connections: the driver is given on one what it said on the other."""
     async with driving() as driver, calling(driver.address) as honest, calling(driver.address) as mirror:
-        first, second = await challenged(honest), await challenged(mirror)
-        honest.channel.send(codec.encode(answer(first)))
-        accepted = Decoder(codec.Accepted).decode(await honest.frame())
-        forged = codec.Answer(m.VERSION, "job-a", "node-1", b"i" * 16, second.nonce, accepted.proof)
-        mirror.channel.send(codec.encode(forged))
-        assert (await mirror.ended()).code == codec.REFUSED
+        first = await challenged(honest)
+        await challenged(mirror)
+        honest.channel.send(message_frames.encode(answer(first)))
+        accepted = MessageDecoder(message_frames.Accepted).decode(await honest.frame())
+        forged = message_frames.HandshakeAnswer(m.VERSION, "job-a", "node-1", b"i" * 16, accepted.proof)
+        mirror.channel.send(message_frames.encode(forged))
+        assert (await mirror.ended()).code == message_frames.REFUSED
 
 
 @runs
@@ -124,7 +140,7 @@ async def test_an_executor_used_as_an_oracle_proves_nothing_to_the_true_driver_l
 
         async def play(raw):
             await raw.opened.wait()
-            raw.channel.send(codec.encode(challenge))
+            raw.channel.send(message_frames.encode(challenge))
             answers.add(await raw.frame())
 
         async with answering(play) as false, executing(false):
@@ -132,16 +148,16 @@ async def test_an_executor_used_as_an_oracle_proves_nothing_to_the_true_driver_l
         async with calling(driver.address) as second:
             await challenged(second)
             second.channel.send(stolen)
-            assert (await second.ended()).code == codec.REFUSED
+            assert (await second.ended()).code == message_frames.REFUSED
         assert not driver.heard.all
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        codec.encode(hello()),
-        codec.encode(heartbeat(1)),
-        codec.encode(codec.Kept(1, ended(0))),
+        message_frames.encode(hello()),
+        message_frames.encode(heartbeat(1)),
+        message_frames.encode(message_frames.Kept(1, ended(0))),
         b"",
         b"\xc1",
         b"x" * 900,
@@ -153,7 +169,7 @@ async def test_before_the_proof_nothing_else_is_accepted(content):
     async with driving() as driver, calling(driver.address) as raw:
         await challenged(raw)
         raw.channel.send(content)
-        assert (await raw.ended()).code == codec.BAD_FRAME
+        assert (await raw.ended()).code == message_frames.BAD_FRAME
         assert not driver.heard.all
 
 
@@ -162,7 +178,7 @@ async def test_before_the_proof_frames_are_small_and_few():
     async with driving() as driver:
         async with calling(driver.address) as raw:
             await challenged(raw)
-            raw.channel.send(b"x" * (codec.MAX_HANDSHAKE_FRAME_BYTES + 1))
+            raw.channel.send(b"x" * (message_frames.MAX_HANDSHAKE_FRAME_BYTES + 1))
             assert (await raw.ended()).code == 1009
         async with calling(driver.address) as raw:
             await challenged(raw)
@@ -227,8 +243,8 @@ async def test_hello_comes_once_and_under_the_name_that_was_proved():
         async with driving() as driver, calling(driver.address) as raw:
             await proved(raw, greet=False)
             for message in second:
-                raw.channel.send(codec.encode(message))
-            assert (await raw.ended()).code == codec.BAD_FRAME
+                raw.channel.send(message_frames.encode(message))
+            assert (await raw.ended()).code == message_frames.BAD_FRAME
             assert driver.hellos() == len(second) - 1
 
 
@@ -274,9 +290,10 @@ def test_frames_may_come_in_any_pieces(step, beats):
             await driver.heard.kind("hello")
             protocol = raw.channel._protocol
             for number in range(beats):
-                protocol.send_binary(codec.encode(heartbeat(number)))
+                protocol.send_binary(message_frames.encode(heartbeat(number)))
                 protocol.send_ping(b"between")
-            protocol.send_binary(codec.encode(codec.Kept(1, m.Evidence(1, [m.RankEvidence(0, "x" * 200)]))))
+            kept = message_frames.Kept(1, m.Evidence(1, [m.RankEvidence(0, "x" * 200)]))
+            protocol.send_binary(message_frames.encode(kept))
             data = b"".join(protocol.data_to_send())
             for begin in range(0, len(data), step):
                 raw.channel._transport.write(data[begin : begin + step])
@@ -298,9 +315,9 @@ async def test_a_flood_from_one_address_is_bounded_and_others_come_in(caplog):
                 await proved(raw, token=b"x" * 32, greet=False)
                 refused.add(await raw.ended())
 
-        for _ in range(server.FAILURES):
+        for _ in range(arrivals.FAILURES):
             await bad()
-        assert len(refused.all) == server.FAILURES
+        assert len(refused.all) == arrivals.FAILURES
         backs = [await tcp(driver.address, UPGRADE + b"\r\n", "127.0.0.2") for _ in range(20)]
         assert set(backs) <= {b"", b"reset"}  # not even an answer to the upgrade
         async with executing(driver.address, "new") as new:
@@ -313,7 +330,7 @@ async def test_a_flood_from_one_address_is_bounded_and_others_come_in(caplog):
 
 @runs
 async def test_when_too_many_wait_the_oldest_goes(monkeypatch):
-    monkeypatch.setattr(server, "MAX_UNPROVEN", 3)
+    monkeypatch.setattr(executor_server, "MAX_UNPROVEN", 3)
     async with driving() as driver:
         mutes = [calling(driver.address) for _ in range(4)]
         raws = []
@@ -343,9 +360,9 @@ async def test_a_report_that_cannot_be_read_costs_its_sender_the_connection_and_
         await good.welcomed()
         await proved(raw, "node-2")
         await driver.heard.until(lambda: driver.hellos() == 2)
-        raw.channel.send(codec.encode(heartbeat(1)))
+        raw.channel.send(message_frames.encode(heartbeat(1)))
         ending = await raw.ended()
-        assert ending.code == codec.BAD_FRAME and "no report" in ending.reason
+        assert ending.code == message_frames.BAD_FRAME and "no report" in ending.reason
         assert good.link.send(heartbeat(1)) and good.link.send(ended(0))
         await good.link.drained()
         assert good.link.connected
@@ -355,7 +372,7 @@ async def test_a_report_that_cannot_be_read_costs_its_sender_the_connection_and_
 async def test_an_executor_of_a_machine_whose_budget_is_spent_comes_in(caplog):
     """A program of somebody else beside it that fails all the time keeps it out as little as one elsewhere."""
     async with driving(clock=Clock()) as driver:
-        for _ in range(server.FAILURES):
+        for _ in range(arrivals.FAILURES):
             async with calling(driver.address) as raw:
                 await proved(raw, token=b"x" * 32, greet=False)
                 await raw.ended()
@@ -366,9 +383,9 @@ async def test_an_executor_of_a_machine_whose_budget_is_spent_comes_in(caplog):
 
 @runs
 async def test_those_who_say_nothing_shut_no_door(monkeypatch):
-    monkeypatch.setattr(server, "MAX_UNPROVEN", 20)
+    monkeypatch.setattr(executor_server, "MAX_UNPROVEN", 20)
     async with driving() as driver:
-        for _ in range(2 * server.FAILURES):
+        for _ in range(2 * arrivals.FAILURES):
             (await asyncio.open_connection(*driver_address.parse(driver.address)))[1].close()
         idle = [await asyncio.open_connection(*driver_address.parse(driver.address)) for _ in range(60)]
         async with executing(driver.address) as here:

@@ -20,15 +20,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from support import tiny
+from support.chunk_sums import chunk_sums
+from support.open_checkpoint import open_checkpoint
 from support.recovery.job import Job
 
-from phalanx.checkpoint.format.run_sums import chunk_sums
 from phalanx.checkpoint.format.shard_plan import Piece, Record, ShardPlan
 from phalanx.checkpoint.keeper.keeper_start import VARIABLE, end_keeper
 from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import list_held
 from phalanx.checkpoint.replicas.replica_link import LABEL, LinkError, Offer, Plan, PlanNeeded, Refused, call
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.open_session import given_secret, mark_of
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.ipc.handshake import HELLO_BYTES, derive, hand_out
@@ -147,7 +147,7 @@ def command(folder: Path, keepers: Path) -> list[str]:
     settings = {"run.listen": f"{SUBNET}.1:0", "run.backend_options": options}
     settings |= {f"run.tls.{name}": str(pem) for name in ("certificate", "key", "authority")}
     training = tiny.SETTINGS | {
-        "train.steps": 5000,
+        "train.steps": 1_000_000,  # until it is ended
         "parallel.replicate": 2,
         "parallel.host_loader": False,  # which takes processes of one machine for those of one host
         "checkpoint.every_steps": 3,

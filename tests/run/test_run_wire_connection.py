@@ -24,11 +24,12 @@ from wire_helpers import (
 )
 
 from phalanx.core.errors import UserError
-from phalanx.ipc.codec import Decoder
+from phalanx.ipc.codec import MessageDecoder
 from phalanx.run import messages as m
-from phalanx.run.wire import client, codec, driver_address, proof
-from phalanx.run.wire.client import DriverLink, ReplacedError
-from phalanx.run.wire.server import ExecutorServer, Mark
+from phalanx.run.wire import driver_address, driver_link, message_frames, proof
+from phalanx.run.wire.driver_link import DriverLink, ReplacedError
+from phalanx.run.wire.executor_server import ExecutorServer
+from phalanx.run.wire.message_frames import ReceivedMark
 from phalanx.run.wire.websocket import MAX_UNSENT_BYTES
 
 
@@ -54,10 +55,10 @@ async def test_what_is_said_before_there_is_a_driver_is_kept_but_for_heartbeats(
     async with executing(address) as executor:
         assert not executor.link.send(heartbeat(1)) and not executor.link.send(ended(0))
         executor.link.send(ended(1))
-        assert executor.link.pending == 2
+        assert len(executor.link.outbox) == 2
         async with driving(driver_address.parse(address).port) as driver:
             await executor.link.drained()
-            assert driver.messages() == [ended(0), ended(1)] and executor.link.pending == 0
+            assert driver.messages() == [ended(0), ended(1)] and len(executor.link.outbox) == 0
 
 
 @runs
@@ -67,7 +68,7 @@ async def test_an_executor_keeps_what_it_has_said_until_the_driver_has_it_for_go
         await executor.welcomed()
         assert executor.link.send(ended(0)) and executor.link.send(ended(1)) and executor.link.send(heartbeat(1))
         await driver.heard.until(lambda: heartbeat(1) in driver.messages())
-        assert driver.messages() == [ended(0), ended(1), heartbeat(1)] and executor.link.pending == 2
+        assert driver.messages() == [ended(0), ended(1), heartbeat(1)] and len(executor.link.outbox) == 2
         driver.server.acknowledge("node-1")
         driver.server.acknowledge("node-2")  # which is not there
         await executor.link.drained()
@@ -78,7 +79,7 @@ async def test_an_executor_keeps_what_it_has_said_until_the_driver_has_it_for_go
         driver.is_later = False
         assert executor.link.send(ended(3))
         await executor.link.drained()
-        assert executor.link.pending == 0
+        assert len(executor.link.outbox) == 0
         assert driver.messages()[3:] == [ended(2), ended(3)], "this driver has heard it, though it was not yet for good"
 
 
@@ -149,13 +150,13 @@ async def test_what_was_handled_before_the_acknowledgement_was_lost_is_not_hande
             executor.link.send(ended(1))
             await executor.link.drained()
             assert mark.sequence == 1 and second.messages() == [ended(1)]
-            assert second.server.mark("node-1") == Mark(mark.instance, 2)
+            assert second.server.mark("node-1") == ReceivedMark(mark.instance, 2)
 
 
 @runs
 async def test_a_mark_of_another_link_does_not_hide_messages():
     async with (
-        driving(marks={"node-1": Mark(b"another instance", 99)}) as driver,
+        driving(marks={"node-1": ReceivedMark(b"another instance", 99)}) as driver,
         executing(driver.address) as executor,
     ):
         executor.link.send(ended(0))
@@ -168,10 +169,10 @@ async def test_a_number_that_comes_twice_is_acknowledged_and_not_handed_on():
     async with driving() as driver, calling(driver.address) as raw:
         await proved(raw)
         await raw.frame()  # the welcome
-        decoder = Decoder(codec.FromDriverFrame)
+        decoder = MessageDecoder(message_frames.FromDriverFrame)
         for sequence, received in [(1, 1), (1, 1), (3, 3), (2, 2), (4, 4)]:
-            raw.channel.send(codec.encode(codec.Kept(sequence, ended(sequence))))
-            assert decoder.decode(await raw.frame()) == codec.Received(received)
+            raw.channel.send(message_frames.encode(message_frames.Kept(sequence, ended(sequence))))
+            assert decoder.decode(await raw.frame()) == message_frames.Received(received)
         assert driver.messages() == [ended(1), ended(3), ended(4)]
 
 
@@ -194,7 +195,7 @@ async def test_no_proof_no_replacement():
     async with driving() as driver, executing(driver.address) as good, calling(driver.address) as bad:
         await good.welcomed()
         await proved(bad, token=b"x" * 32, greet=False)
-        assert (await bad.ended()).code == codec.REFUSED
+        assert (await bad.ended()).code == message_frames.REFUSED
         assert good.link.send(heartbeat(1)) and driver.server.hosts() == ["node-1"]
 
 
@@ -238,11 +239,11 @@ async def test_a_silent_host_loses_its_connection_and_its_strangers_theirs():
         await mute.frame()
         clock.now_s += 25.0
         driver.server.sweep()
-        assert (await mute.ended()) == (codec.TOO_SLOW, "no proof within 10 s", True)
+        assert (await mute.ended()) == (message_frames.TOO_SLOW, "no proof within 10 s", True)
         assert driver.server.hosts() == ["node-1"]
         clock.now_s += 10.0
         driver.server.sweep()
-        assert (await raw.ended()).code == codec.TOO_SLOW
+        assert (await raw.ended()).code == message_frames.TOO_SLOW
         assert "nothing was heard for 30 s" in (await driver.heard.kind("gone"))[2]
 
 
@@ -265,7 +266,7 @@ async def test_who_does_not_read_is_dropped_and_others_are_served():
 @runs
 async def test_a_long_absence_is_made_up_in_pieces():
     """More is kept than may wait in a connection at once."""
-    count = 3 * client.MAX_WAITING_BYTES // 100_000
+    count = 3 * driver_link.MAX_WAITING_BYTES // 100_000
     evidence = [m.Evidence(1, [m.RankEvidence(rank, "x" * 100_000)]) for rank in range(count)]
     async with driving() as driver, executing(lambda: driver.address) as executor:
         for one in evidence:
@@ -336,28 +337,28 @@ async def test_an_open_address_that_a_file_names_is_not_called_without_tls(tmp_p
 @runs
 async def test_a_false_driver_is_not_believed():
     """It knows no token: it sends back what it was sent, or a proof of its own."""
-    for forge in (lambda given: given.proof, lambda given: b"p" * 32):
+    for forge in (lambda given: given.proof, lambda given: b"p" * 48):
         stories = asyncio.Queue()
 
         async def play(raw, forge=forge, stories=stories):
             await raw.opened.wait()
-            raw.channel.send(codec.encode(codec.Challenge(m.VERSION, proof.new_nonce())))
-            given = Decoder(codec.Answer).decode(await raw.frame())
-            raw.channel.send(codec.encode(codec.Accepted(forge(given), 0)))
+            raw.channel.send(message_frames.encode(proof.new_challenge()))
+            given = MessageDecoder(message_frames.HandshakeAnswer).decode(await raw.frame())
+            raw.channel.send(message_frames.encode(message_frames.Accepted(forge(given), 0)))
             stories.put_nowait(await raw.ended())
 
         async with answering(play) as address, executing(address) as executor:
             executor.link.send(ended(0))
             ending = await stories.get()
-            assert ending.code == codec.REFUSED and "driver does not prove" in ending.reason
-            assert executor.link.pending == 1 and not executor.heard.all
+            assert ending.code == message_frames.REFUSED and "driver does not prove" in ending.reason
+            assert len(executor.link.outbox) == 1 and not executor.heard.all
 
 
 @runs
 async def test_a_false_driver_cannot_send_an_executor_away():
     async def play(raw):
         await raw.opened.wait()
-        raw.channel.end(codec.REPLACED, "go away")
+        raw.channel.end(message_frames.REPLACED, "go away")
 
     async with answering(play) as address, driving() as driver, executing([address, driver.address]) as executor:
         await executor.welcomed()
@@ -370,7 +371,7 @@ async def test_a_driver_of_another_version_is_told_so():
 
     async def play(raw):
         await raw.opened.wait()
-        raw.channel.send(codec.encode(codec.Challenge(m.VERSION + 1, proof.new_nonce())))
+        raw.channel.send(message_frames.encode(message_frames.Challenge(m.VERSION + 1, bytes(32))))
         stories.put_nowait(await raw.ended())
 
     async with answering(play) as address, executing(address):
@@ -397,19 +398,19 @@ async def test_heartbeats_that_come_together_are_heard_together_and_before_what_
         driver.server._on_heartbeats = hear
         await proved(raw)
         await calls.kind("hello")
-        said = [heartbeat(1), heartbeat(2), codec.Kept(1, ended(0)), heartbeat(3)]
+        said = [heartbeat(1), heartbeat(2), message_frames.Kept(1, ended(0)), heartbeat(3)]
         raw.channel._transport.writelines([bytes(frame) for frame in map(client_frame, said)])
         await calls.until(lambda: sum(len(what[1]) for what in calls.all if what[0] == "beats") == 3)
         heard = [what for what in calls.all if what[0] != "hello"]
         assert [what[1] if what[0] == "beats" else "ended" for what in heard] == [[1, 2], "ended", [3]]
-        told = [Decoder(codec.FromDriverFrame).decode(await raw.frame()) for _ in range(5)]
-        answers = [m.Acknowledged(1), m.Acknowledged(2), codec.Received(1), m.Acknowledged(3)]
+        told = [MessageDecoder(message_frames.FromDriverFrame).decode(await raw.frame()) for _ in range(5)]
+        answers = [m.Acknowledged(1), m.Acknowledged(2), message_frames.Received(1), m.Acknowledged(3)]
         assert told == [m.Welcome(m.VERSION, JOB, 0, 1.0), *answers]
 
 
 def client_frame(message):
     """A whole masked frame."""
-    content = codec.encode(message)
+    content = message_frames.encode(message)
     return struct.pack(">BBH", 0x82, 0x80 | 126, len(content)) + b"\0\0\0\0" + content
 
 

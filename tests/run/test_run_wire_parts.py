@@ -15,84 +15,115 @@ from wire_helpers import JOB, TOKEN, Clock, ended, heartbeat, hello
 from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.rate_limit import LogThrottle
-from phalanx.ipc.codec import BadMessageError, Decoder, TooLargeError
+from phalanx.ipc.codec import BadMessageError, MessageDecoder, TooLargeError
 from phalanx.run import messages as m
 from phalanx.run.secrets import require_tls_unless_loopback
-from phalanx.run.wire import client, codec, driver_address, proof, server, websocket
-from phalanx.run.wire.client import Backoff
+from phalanx.run.wire import arrivals, driver_address, driver_link, message_frames, proof, websocket
 from phalanx.run.wire.driver_address import Address
+from phalanx.run.wire.driver_link import Backoff
+
+KEY = proof.key_of(TOKEN)
+OTHER_KEY = proof.key_of(b"x" * 32)
 
 
-def handshake(token: bytes = TOKEN):
-    challenge = codec.Challenge(m.VERSION, proof.new_nonce())
-    return challenge, proof.answer(token, challenge, JOB, "node-1", proof.new_instance(), proof.new_nonce())
+def handshake():
+    challenge = proof.new_challenge()
+    return challenge, *proof.answer(KEY, challenge, JOB, "node-1", b"1" * 16)
+
+
+def accepted(challenge, given_, key=KEY):
+    reply = proof.accept(key, JOB, challenge, given_)
+    assert isinstance(reply, bytes)
+    return message_frames.Accepted(reply, 3)
 
 
 def test_both_sides_believe_who_knows_the_token():
-    challenge, given_ = handshake()
-    assert proof.refuse_challenge(challenge) is None
-    assert proof.refuse_answer(TOKEN, JOB, challenge, given_) is None
-    assert proof.refuse_driver(TOKEN, challenge, given_, proof.accepted(TOKEN, challenge, given_, 3)) is None
+    challenge, given_, ours = handshake()
+    assert proof.refuse_driver(ours, accepted(challenge, given_)) is None
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("host", "node-2"), ("instance", b"i" * 16), ("nonce", b"n" * 32), ("proof", b"p" * 32)],
+    [("host", "node-2"), ("instance", b"i" * 16), ("proof", b"p" * 48)],
 )
 def test_nothing_of_an_answer_can_be_changed(field, value):
-    challenge, given_ = handshake()
+    challenge, given_, _ = handshake()
     changed = msgspec.structs.replace(given_, **{field: value})
-    assert proof.refuse_answer(TOKEN, JOB, challenge, changed).kind == "token"
+    assert proof.accept(KEY, JOB, challenge, changed).kind == "token"
+
+
+@pytest.mark.parametrize("place", range(48))
+def test_no_byte_of_a_proof_can_be_changed(place):
+    challenge, given_, ours = handshake()
+
+    def changed(message):
+        damaged = bytearray(message.proof)
+        damaged[place] ^= 1
+        return msgspec.structs.replace(message, proof=bytes(damaged))
+
+    assert proof.accept(KEY, JOB, challenge, changed(given_)).kind == "token"
+    assert proof.refuse_driver(ours, changed(accepted(challenge, given_))).kind == "token"
+
+
+def test_a_point_that_everybody_knows_the_result_of_is_no_proof():
+    challenge, given_, ours = handshake()
+    assert proof.accept(KEY, JOB, challenge, msgspec.structs.replace(given_, proof=bytes(48))).kind == "token"
+    assert proof.refuse_driver(ours, message_frames.Accepted(bytes(48), 0)).kind == "token"
 
 
 def test_an_answer_fits_one_challenge_one_job_one_version_one_token():
-    challenge, given_ = handshake()
-    assert proof.refuse_answer(TOKEN, JOB, handshake()[0], given_).kind == "token"
-    assert proof.refuse_answer(TOKEN, "job-b", challenge, given_).kind == "job"
-    assert proof.refuse_answer(b"x" * 32, JOB, challenge, given_).kind == "token"
+    challenge, given_, _ = handshake()
+    assert proof.accept(KEY, JOB, handshake()[0], given_).kind == "token"
+    assert proof.accept(KEY, "job-b", challenge, given_).kind == "job"
+    assert proof.accept(OTHER_KEY, JOB, challenge, given_).kind == "token"
     older = msgspec.structs.replace(given_, version=m.VERSION - 1)
-    refusal = proof.refuse_answer(TOKEN, JOB, challenge, older)
+    refusal = proof.accept(KEY, JOB, challenge, older)
     assert refusal.kind == "version" and f"version {m.VERSION}" in refusal.reason
 
 
 def test_a_job_that_is_renamed_in_the_answer_does_not_pass_as_another():
-    challenge, given_ = handshake()
-    assert proof.refuse_answer(TOKEN, "job-b", challenge, msgspec.structs.replace(given_, job="job-b")).kind == "token"
+    challenge, given_, _ = handshake()
+    assert proof.accept(KEY, "job-b", challenge, msgspec.structs.replace(given_, job="job-b")).kind == "token"
 
 
 def test_a_driver_cannot_prove_itself_with_what_the_executor_said():
-    challenge, given_ = handshake()
-    assert proof.refuse_driver(TOKEN, challenge, given_, codec.Accepted(given_.proof, 0)).kind == "token"
+    _, given_, ours = handshake()
+    assert proof.refuse_driver(ours, message_frames.Accepted(given_.proof, 0)).kind == "token"
+
+
+def test_a_drivers_proof_fits_one_connection():
+    (first, given_, _), (_, _, other) = handshake(), handshake()
+    assert proof.refuse_driver(other, accepted(first, given_)).kind == "token"
 
 
 def test_every_reason_fits_into_a_close_frame():
-    challenge, given_ = handshake()
+    challenge, given_, ours = handshake()
     replies = [
-        proof.refuse_answer(b"x" * 32, JOB, challenge, given_),
-        proof.refuse_answer(TOKEN, "job-b", challenge, given_),
-        proof.refuse_challenge(codec.Challenge(99, challenge.nonce)),
-        proof.refuse_driver(b"x" * 32, challenge, given_, proof.accepted(TOKEN, challenge, given_, 0)),
+        proof.accept(OTHER_KEY, JOB, challenge, given_),
+        proof.accept(KEY, "job-b", challenge, given_),
+        proof.answer(KEY, message_frames.Challenge(99, challenge.nonce), JOB, "node-1", b"1" * 16),
+        proof.refuse_driver(ours, message_frames.Accepted(b"p" * 48, 0)),
     ]
     assert all(len(refusal.reason.encode()) <= 123 for refusal in replies)
 
 
 def test_the_token_is_in_nothing_that_is_sent():
-    challenge, given_ = handshake()
-    said = [challenge, given_, proof.accepted(TOKEN, challenge, given_, 0)]
-    assert not any(TOKEN[:8] in codec.encode(message) for message in said)
+    challenge, given_, _ = handshake()
+    said = [challenge, given_, accepted(challenge, given_)]
+    assert not any(TOKEN[:8] in message_frames.encode(message) for message in said)
 
 
 def test_a_short_token_is_refused():
     with pytest.raises(UserError, match="token: a token of 7 bytes can be guessed; use at least 16"):
-        proof.check_token(b"1234567")
+        proof.key_of(b"1234567")
 
 
 def test_the_outbox_keeps_order_until_confirmed():
-    box = client.Outbox()
+    box = driver_link.Outbox()
     for rank in range(5):
         box.put(ended(rank))
     box.confirm(2)
-    decoder = Decoder(codec.Kept)
+    decoder = MessageDecoder(message_frames.Kept)
     assert [(number, decoder.decode(content).message.rank) for number, content in box.after(3)] == [(4, 3), (5, 4)]
     assert len(box) == 3
     box.confirm(99)
@@ -100,12 +131,12 @@ def test_the_outbox_keeps_order_until_confirmed():
 
 
 def test_a_full_outbox_leaves_out_findings_only_the_oldest_first():
-    box = client.Outbox(limit_bytes=10_000)
+    box = driver_link.Outbox(limit_bytes=10_000)
     box.put(ended(0))
     for number in range(200):
         box.put(m.Found(1, [m.Finding(0, "rule", "host", f"line {number} " + "x" * 100)]))
     box.put(ended(1))
-    decoder = Decoder(codec.Kept)
+    decoder = MessageDecoder(message_frames.Kept)
     left = [decoder.decode(content) for _, content in box.after(0)]
     assert isinstance(left[0].message, m.WorkerEnded) and isinstance(left[-1].message, m.WorkerEnded)
     assert left[0].sequence == 1 and left[-1].sequence == 202
@@ -123,22 +154,22 @@ def test_waits_grow_to_their_limit_and_no_further(tries, fraction):
 
 def test_an_address_that_fails_too_often_waits_and_others_do_not():
     clock = Clock()
-    gate = server.Door(clock)
-    for _ in range(server.FAILURES):
+    gate = arrivals.FailureBudgets(clock)
+    for _ in range(arrivals.FAILURES):
         assert gate.admits("10.0.0.1")
         gate.failed("10.0.0.1")
     assert not gate.admits("10.0.0.1") and gate.admits("10.0.0.2")
-    clock.now_s += 1.0 / server.FAILURES_PER_S
+    clock.now_s += 1.0 / arrivals.FAILURES_PER_S
     assert gate.admits("10.0.0.1")
     gate.failed("10.0.0.1")
     assert not gate.admits("10.0.0.1")
 
 
 def test_strangers_from_everywhere_take_bounded_memory():
-    gate = server.Door(Clock())
-    for number in range(3 * server._MAX_ADDRESSES):
+    gate = arrivals.FailureBudgets(Clock())
+    for number in range(3 * arrivals._MAX_ADDRESSES):
         gate.failed(f"address-{number}")
-    assert len(gate._spent) <= server._MAX_ADDRESSES
+    assert len(gate._left) <= arrivals._MAX_ADDRESSES
 
 
 def test_one_line_in_ten_seconds_and_a_count_of_the_others():
@@ -183,16 +214,16 @@ def test_the_address_file_is_read_each_time(tmp_path):
         assert where() == [f"[::1]:{port}"]
 
 
-DECODERS = [Decoder(kind) for kind in (codec.Challenge, codec.Answer, codec.Accepted, codec.FromExecutorFrame, codec.FromDriverFrame)]  # fmt: skip  # noqa: E501
+DECODERS = [MessageDecoder(kind) for kind in (message_frames.Challenge, message_frames.HandshakeAnswer, message_frames.Accepted, message_frames.FromExecutorFrame, message_frames.FromDriverFrame)]  # fmt: skip  # noqa: E501
 SAMPLES = [
-    codec.encode(message)
+    message_frames.encode(message)
     for message in (
         hello(),
         heartbeat(3),
-        codec.Kept(7, m.Evidence(1, [m.RankEvidence(0, "stacks")], ["a line"])),
+        message_frames.Kept(7, m.Evidence(1, [m.RankEvidence(0, "stacks")], ["a line"])),
         m.Start(1, [0, 1], 2, 0, 1, "127.0.0.1", 1),
-        codec.Received(7),
-        codec.Answer(1, JOB, "node-1", b"i" * 16, b"n" * 32, b"p" * 32),
+        message_frames.Received(7),
+        message_frames.HandshakeAnswer(1, JOB, "node-1", b"i" * 16, b"p" * 48),
     )
 ]
 
@@ -237,7 +268,7 @@ def test_lengths_that_lie_are_an_error_at_once(content):
 
 def test_a_message_too_large_for_a_frame_is_refused_where_it_is_made():
     with pytest.raises(TooLargeError, match=r"Found of \d+ bytes: a frame holds 1048576"):
-        codec.encode(m.Found(1, [m.Finding(0, "rule", "host", "x" * (1 << 20))]))
+        message_frames.encode(m.Found(1, [m.Finding(0, "rule", "host", "x" * (1 << 20))]))
 
 
 def parsed(data: bytes) -> list[bytes]:

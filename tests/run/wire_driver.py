@@ -12,14 +12,15 @@ from wire_helpers import JOB, TOKEN
 
 from phalanx.run import messages as m
 from phalanx.run.wire import driver_address
-from phalanx.run.wire.server import ExecutorServer, Mark
+from phalanx.run.wire.executor_server import ExecutorServer
+from phalanx.run.wire.message_frames import ReceivedMark
 
 
 async def main(journal: Path, where: Path) -> None:
     marks = {}
     for line in journal.read_text().splitlines():
         host, instance, sequence, _ = json.loads(line)
-        marks[host] = Mark(bytes.fromhex(instance), sequence)
+        marks[host] = ReceivedMark(bytes.fromhex(instance), sequence)
     descriptor = os.open(journal, os.O_WRONLY | os.O_APPEND)
 
     def hello(host: str, said: m.Hello) -> None:

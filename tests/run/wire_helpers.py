@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from phalanx.ipc.codec import Decoder
+from phalanx.ipc.codec import MessageDecoder
 from phalanx.run import messages
 from phalanx.run import messages as m
-from phalanx.run.wire import codec, proof
-from phalanx.run.wire.client import Backoff, DriverLink
+from phalanx.run.wire import message_frames, proof
 from phalanx.run.wire.driver_address import parse
-from phalanx.run.wire.server import ExecutorServer
-from phalanx.run.wire.websocket import Channel, Ending, client_protocol, quiet_logger, server_protocol
+from phalanx.run.wire.driver_link import Backoff, DriverLink
+from phalanx.run.wire.executor_server import ExecutorServer
+from phalanx.run.wire.websocket import ConnectionEnd, WebSocketChannel, client_protocol, quiet_logger, server_protocol
 
 TOKEN = bytes(range(32))
 JOB = "job-a"
@@ -165,12 +166,12 @@ class Raw:
     def __init__(self, protocol: Any) -> None:
         self.heard = Heard()
         self.opened = asyncio.Event()
-        self.endings: list[Ending] = []
-        self.channel = Channel(protocol, lambda channel: self.opened.set(), self.heard.add, self._ended)
+        self.endings: list[ConnectionEnd] = []
+        self.channel = WebSocketChannel(protocol, lambda channel: self.opened.set(), self.heard.add, self._ended)
         self.channel.trust(m.MAX_FRAME_BYTES)
         self._taken = 0
 
-    def _ended(self, ending: Ending) -> None:
+    def _ended(self, ending: ConnectionEnd) -> None:
         self.endings.append(ending)
         self.heard.add(ending)
 
@@ -182,7 +183,7 @@ class Raw:
         assert isinstance(content, bytes), content
         return content
 
-    async def ended(self) -> Ending:
+    async def ended(self) -> ConnectionEnd:
         return await self.heard.until(lambda: self.endings and self.endings[0])
 
 
@@ -199,14 +200,16 @@ async def calling(address: str, source: str = "127.0.0.1"):
         raw.channel.abort("over")
 
 
-async def proved(raw: Raw, host: str = "node-1", token: bytes = TOKEN, greet: bool = True) -> proof.Answer:
+async def proved(
+    raw: Raw, host: str = "node-1", token: bytes = TOKEN, greet: bool = True
+) -> message_frames.HandshakeAnswer:
     """Go through the handshake by hand."""
-    challenge = Decoder(codec.Challenge).decode(await raw.frame())
-    given = proof.answer(token, challenge, JOB, host, proof.new_instance(), proof.new_nonce())
-    raw.channel.send(codec.encode(given))
+    challenge = MessageDecoder(message_frames.Challenge).decode(await raw.frame())
+    given, _ = proof.answer(proof.key_of(token), challenge, JOB, host, os.urandom(16))
+    raw.channel.send(message_frames.encode(given))
     if greet:
         await raw.frame()
-        raw.channel.send(codec.encode(hello(host)))
+        raw.channel.send(message_frames.encode(hello(host)))
     return given
 
 
@@ -215,7 +218,7 @@ async def answering(play: Callable[[Raw], Any]):
     """A driver's side that does what `play` says with each connection; its address is given."""
     tasks: list[asyncio.Task[Any]] = []
 
-    def connection() -> Channel:
+    def connection() -> WebSocketChannel:
         raw = Raw(server_protocol(quiet_logger()))
         tasks.append(asyncio.ensure_future(play(raw)))
         return raw.channel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.figures.pages.page_blocks import html_of
 from phalanx.figures.simulate import choice_lines, run_histogram, straggler_lines, time_shares
 from phalanx.figures.style import Figure
-from phalanx.plan.report.page_blocks import html_of
 from phalanx.simulate.failure_model import FailureScenario, Pool, Work, load_failures
 from phalanx.simulate.failure_report import make_report, months_figures, months_sections
 from phalanx.simulate.failure_simulation import simulate

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from phalanx.figures.pages.page_blocks import html_of
 from phalanx.figures.simulate import lost_bars, queue_lines
-from phalanx.plan.hardware.hardware_files import load_cluster
-from phalanx.plan.report.page_blocks import html_of
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.simulate.network_report import fabric_line, network_figures, network_sections
 from phalanx.simulate.network_scenario import changed, make_scenario
 from phalanx.simulate.network_settings import network_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.simulate import network_settings
 from phalanx.simulate.network_scenario import make_scenario, read_scenarios
 from phalanx.simulate.network_settings import network_of

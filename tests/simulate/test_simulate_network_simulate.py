@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.simulate.link_loads import measure, shape_of
 from phalanx.simulate.network_scenario import changed, make_scenario, read_scenarios, usual_scenarios
 from phalanx.simulate.network_settings import NetworkDescription, network_of

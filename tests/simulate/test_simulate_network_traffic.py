@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Job, Model, Strategy
 from phalanx.simulate.network_scenario import make_scenario

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.slowest_of_n import Spread
+from phalanx.plan.overheads import Spread
 from phalanx.simulate.failure_model import (
     DAY_S,
     Checkpoints,
@@ -24,7 +24,7 @@ from phalanx.simulate.failure_model import (
     Work,
 )
 from phalanx.simulate.failure_simulation import simulate
-from phalanx.simulate.stragglers import StragglerScenario, waits_by_size
+from phalanx.simulate.straggler_report import StragglerScenario, waits_by_size
 
 MEGASCALE = Spread(slow_share=0.005, slow_excess=0.1)
 

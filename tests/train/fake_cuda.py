@@ -268,7 +268,7 @@ def step(
     import torch
 
     from phalanx.kernels.attention import CausalKernel
-    from phalanx.model.offload import CudaLanes, Offload
+    from phalanx.model.offload import Offload, _CudaLanes
     from phalanx.optim.bad_step import BadStepJudge
     from phalanx.optim.build import build_optimizer
     from phalanx.optim.config import BadStepConfig, OptimConfig
@@ -280,7 +280,7 @@ def step(
     if compiled:
         model.compile(backend="aot_eager", fullgraph=True)
     if offload:
-        model.offload = Offload(offload, CudaLanes(device.torch_device), least_bytes=1024)
+        model.offload = Offload(offload, _CudaLanes(device.torch_device), least_bytes=1024)
     trainer = LocalTrainer(model, device)
     if kernel:
         trainer.use_attention(CausalKernel(kernel, 256))
@@ -475,14 +475,14 @@ def main() -> None:
     """Walk through all cases; the last line is what went wrong, as JSON."""
     import torch
 
-    from phalanx.kernels import attention, cross_entropy
-    from phalanx.optim import base
+    from phalanx.kernels import attention, fp8, loss
+    from phalanx.optim import skipping
 
     torch.cuda.Event, torch.cuda.Stream = _Event, _Stream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = _Stream  # type: ignore[assignment]
     torch.cuda.stream = lambda _stream: nullcontext()  # type: ignore[assignment,misc,return-value]
-    cross_entropy.twin = lambda like: None  # nor are the kernels of Triton
-    base.twin = lambda parameters: _Launch  # type: ignore[assignment,return-value]
+    loss.twin = fp8.twin = lambda like: None  # nor are the kernels of Triton
+    skipping.twin = lambda parameters: _Launch  # type: ignore[assignment,return-value]
     attention._compiled_flex = lambda: _flex  # type: ignore[assignment]
     problems = {}
     for name, case in CASES.items():

@@ -9,16 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from phalanx.launch.environment import Worker
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.engine import Engine
 from phalanx.parallel.rendezvous import Abort
 from phalanx.train import assemble as assembling
 from phalanx.train import ranks as meeting
 from phalanx.train.config import RunConfig
 from phalanx.train.device import Device
 from phalanx.train.ranks import Ranks
-from phalanx.train.session import train_rank
-from phalanx.train.trainer import SpreadTrainer
+from phalanx.train.reports.callbacks import Callback, StepReport
+from phalanx.train.session import rank_status, run_rank
 from phalanx.train.training_run import Run
 
 
@@ -36,7 +39,7 @@ def raise_at_step_5(worker: Worker, config: RunConfig, folder: str) -> int:
 
         Run.accumulate_gradients = failing  # type: ignore[method-assign]
     assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
-    return train_rank(worker, config, Path("tiny.toml"))
+    return rank_status(worker, config, Path("tiny.toml"))
 
 
 def run_out_of_memory(worker: Worker, config: RunConfig, folder: str, culprit: int, stuck: int | None) -> int:
@@ -50,13 +53,13 @@ def run_out_of_memory(worker: Worker, config: RunConfig, folder: str, culprit: i
         raise MemoryError("no room")
 
     if worker.rank == culprit:
-        SpreadTrainer.accumulate_gradients = refused  # type: ignore[method-assign]
+        Engine.accumulate_gradients = refused  # type: ignore[method-assign]
     if worker.rank == stuck:
-        SpreadTrainer.accumulate_gradients = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
+        Engine.accumulate_gradients = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
     meeting.Abort = partial(Abort, look_s=0.2, grace_s=2.0)  # type: ignore[misc,assignment]
     assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
     try:
-        train_rank(worker, config, Path("tiny.toml"))
+        rank_status(worker, config, Path("tiny.toml"))
     except Exception as error:
         (Path(folder) / f"said-{worker.rank}").write_text(str(error))
     return 0
@@ -72,6 +75,24 @@ def have_unequal_memory(worker: Worker, config: RunConfig, folder: str, free_byt
     Device.available_bytes = lambda _: free_bytes[worker.rank]  # type: ignore[method-assign,assignment]
     Ranks.join = noted  # type: ignore[method-assign,assignment]
     try:
-        return train_rank(worker, config, Path("tiny.toml"))
+        return rank_status(worker, config, Path("tiny.toml"))
     except KeyboardInterrupt:
         return 0
+
+
+CALLED = "called-{}"
+
+
+def train_with_callback(worker: Worker, config: RunConfig, folder: str) -> int:
+    """Train with a callback that notes down the steps it gets, and stops the run at step 2."""
+    steps: list[str] = []
+
+    class Noting(Callback):
+        def on_step(self, report: StepReport) -> Any:
+            steps.append(str(report.step))
+            (Path(folder) / CALLED.format(worker.rank)).write_text(" ".join(steps))
+            return "stop" if report.step == 2 else None
+
+    assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
+    result = run_rank(worker, config, Path("tiny.toml"), Console(quiet=True), callbacks=[Noting()])
+    return int((result.steps, result.stopped_by) != (3, "a callback"))

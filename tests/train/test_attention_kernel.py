@@ -11,11 +11,11 @@ import torch
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.kernels.attention_trial import Shape, Trial
-from phalanx.train import trials
+from phalanx.train import training_run
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.kernel_choice import attention_lines, kernels_to_try
-from phalanx.train.training_run import Progress
-from phalanx.train.trials import described_attention, require_attention, settle_attention
+from phalanx.train.run_progress import RunProgress
+from phalanx.train.training_run import described_attention, require_attention, settle_attention
 
 SHAPE = Shape(4, 8, 2, 256, 64, torch.bfloat16)
 
@@ -60,11 +60,11 @@ def run_of(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found.get(kernel, "")
 
-    monkeypatch.setattr(trials, "find_fault", find_fault)
+    monkeypatch.setattr(training_run, "find_fault", find_fault)
     trainer = SimpleNamespace(attention_trial=lambda batch, length: Trial(SHAPE), use_attention=used.append)
     return SimpleNamespace(
         config=config(**sections), device=SimpleNamespace(torch_device=torch.device(device)), trainer=trainer,
-        ranks=SimpleNamespace(peers=peers), progress=Progress(micro_batch=4), attention=None, used=used, tried=tried,
+        ranks=SimpleNamespace(peers=peers), progress=RunProgress(micro_batch=4), attention=None, used=used, tried=tried,
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_a_run_that_has_to_change_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     require_attention(run)
     assert described_attention(run).endswith("; it was cuDNN before: figures differ by rounding")
     assert run.progress.attention_kernel == "flash"
-    assert Progress.from_json(run.progress.to_json()).attention_kernel == "flash"
+    assert RunProgress.from_json(run.progress.to_json()).attention_kernel == "flash"
 
 
 def test_a_kernel_that_is_asked_for_must_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from support.kills.run import TinyRun, kill
 from train_helpers import PRELOAD
 
 from phalanx.checkpoint.format.checkpoint_files import examine
-from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.checkpoint.storage.latest import Latest, read_latest
 from phalanx.checkpoint.storage.location import open_store
@@ -112,7 +112,7 @@ def latest_of(run: TinyRun) -> Latest | None:
 def in_memory(run: TinyRun) -> int:
     """The newest step that the keeper has committed; 0 where there is none."""
     try:
-        keeper = connect(run.keeper, 0, 1)
+        keeper = KeeperClient(run.keeper, 0, 1)
         held = [held.record.step for held in keeper.held()]
         keeper.close()
     except KeeperLostError:

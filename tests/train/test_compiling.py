@@ -13,6 +13,7 @@ from phalanx.train.derived.kernel_choice import Compiling, decide_compiling, lac
 TENSOR = {"parallel": {"tensor": 2}}
 ZERO_BUBBLE = {"parallel": {"pipeline": 2, "schedule": "zbv"}}
 DROPOUT = {"model": {"dropout": 0.1}}
+CHUNKED = {"model": {"attention_backend": "chunked"}}
 
 
 def _config(settings: dict[str, Any], **train: Any) -> RunConfig:
@@ -34,6 +35,7 @@ def test_auto_compiles_on_a_gpu_alone() -> None:
         ({"parallel": {"context": 2}}, "parallel.context = 2"),
         (ZERO_BUBBLE, "parallel.schedule = 'zbv'"),
         (DROPOUT, "model.dropout = 0.1"),
+        (CHUNKED, "model.attention_backend = 'chunked'"),
     ],
 )
 def test_what_no_compiler_sees_is_named(settings: dict[str, Any], named: str) -> None:

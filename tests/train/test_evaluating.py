@@ -35,16 +35,16 @@ from train_helpers import (
 
 from phalanx.checkpoint.format import checkpoint_files as kept
 from phalanx.checkpoint.format.checkpoint_files import EVALUATION, FolderFiles, examine, read_evaluation
-from phalanx.cli import evaluate as command
+from phalanx.cli import evaluate_command as command
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
+from phalanx.ipc.stop_request import StopRequest
 from phalanx.train import session
 from phalanx.train.config import EvaluateConfig
-from phalanx.train.evaluate import Evaluation
-from phalanx.train.reports.display import LiveDisplay, Looked, PlainDisplay
+from phalanx.train.evaluation import Evaluation
+from phalanx.train.reports.display import EvaluationProgress, LiveDisplay, PlainDisplay
 from phalanx.train.reports.reporter import describe
-from phalanx.train.stop_request import StopRequest
 from phalanx.train.training_run import Run
 
 pytestmark = pytest.mark.usefixtures("no_peak")
@@ -123,7 +123,7 @@ def test_the_last_evaluation_is_ended_by_a_signal_with_what_it_found(tmp_path: P
     out = io.StringIO()
     display = PlainDisplay(Console(file=out, width=200))
     try:
-        outcome = session._train_and_let_go(run, display, None, 0)
+        outcome = session.train_assembled(run, display)
     finally:
         run.folder.release()
     assert looked == [3]  # the batch in progress is the last
@@ -230,31 +230,34 @@ def test_token_files_without_a_tokenizer_are_evaluated_without_bytes(tmp_path: P
 def test_the_time_left_counts_evaluations(tmp_path: Path) -> None:
     run = begin(configured(tmp_path, {"evaluate.every_steps": 5}))
     reporters: list[Any] = []
-    original = session.Reporter
-
-    class Watching(original):  # type: ignore[misc, valid-type]
-        def report(self, reports: Any, *, shown: bool = True) -> None:
-            if reports:
-                reporters.append((run.progress.step, self._evaluations_left_s(reports[-1]), reports[-1]))
-            super().report(reports, shown=shown)
-
     display = PlainDisplay(Console(file=io.StringIO()))
     logger = session.open_loggers(run.config.logging, run.folder.path, 0)
-    session.train(run, Watching(run, display, logger, 1.0))
+    reporter = session.make_reporter(run, display, logger)
+    report = reporter.report
+
+    def watching(reports: Any, *, shown: bool = True) -> None:
+        if reports:
+            left_s, rate = reporter._evaluations_left_s(reports[-1]), reporter._evaluation_s_per_token
+            reporters.append((run.progress.step, left_s, reports[-1], rate))
+        report(reports, shown=shown)
+
+    reporter.report = watching  # type: ignore[method-assign]
+    session.train(run, reporter)
     logger.close()
     run.folder.release()
-    left = {step: (seconds, report) for step, seconds, report in reporters}
+    left = {step: (seconds, found) for step, seconds, found, _ in reporters}
+    tokens_left = {step: seconds / rate for step, seconds, _, rate in reporters if rate}
     tokens = run.held_out(0).samples * 16
-    seconds, report = left[1]  # nothing was measured yet: a third of a token that is trained on
-    assert seconds == pytest.approx(4 * tokens / (3 * report.tokens_per_s))
-    assert 0 < left[20][0] < left[14][0]
+    seconds, first = left[1]  # nothing was measured yet: a third of a token that is trained on
+    assert seconds == pytest.approx(4 * tokens / (3 * first.tokens_per_s))
+    assert 0 < tokens_left[20] < tokens_left[14]  # how long one takes is measured anew by each evaluation
     assert left[20][0] == pytest.approx(left[19][0], rel=1e-6)  # the same rate, the last one is ahead in both
 
 
 def test_a_terminal_shows_a_bar_with_what_is_left() -> None:
     out = io.StringIO()
     display = LiveDisplay(Console(file=out, force_terminal=True, width=100))
-    display.evaluating(Looked(300, 120_000, 500_000, 12.0))
+    display.evaluating(EvaluationProgress(300, 120_000, 500_000, 12.0))
     display._live.refresh()
     display.evaluating(None)
     display.close()
@@ -267,7 +270,7 @@ def test_a_log_has_a_line_every_half_a_minute() -> None:
     display = PlainDisplay(Console(file=out, width=100), lambda: now_s[0])
     for second in range(100):
         now_s[0] = float(second)
-        display.evaluating(Looked(300, second * 1000, 100_000, 100.0 - second))
+        display.evaluating(EvaluationProgress(300, second * 1000, 100_000, 100.0 - second))
     display.evaluating(None)
     lines = out.getvalue().splitlines()
     assert len(lines) == 3
@@ -296,14 +299,14 @@ class _Meeting:
 
 def test_ranks_end_an_evaluation_after_the_same_batch() -> None:
     """Only one of them is told, in the middle of its fourth."""
-    barrier, told, seen = threading.Barrier(2, timeout=30), [0, 0], [0, 0]
+    barrier, told, seen = threading.Barrier(2, timeout=120), [0, 0], [0, 0]
 
     def rank(index: int) -> None:
         stop = StopRequest(_Meeting(index, barrier, told))  # type: ignore[arg-type]
         for item in stop.until_asked(range(100)):
             seen[index] = item
             if (index, item) == (1, 3):
-                stop.signal_number = signal.SIGINT
+                stop.number = signal.SIGINT
         assert stop.is_agreed
         assert stop.name == "SIGINT"
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from train_helpers import begin, configured, entries, figures, run_all
 
-from phalanx.cli.planning import plan_of
+from phalanx.api.planning import plan_of
 from phalanx.core.errors import UserError
 from phalanx.kernels.fp8 import LEAST_CAPABILITY
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.train import device
 from phalanx.train.config import TrainConfig
 

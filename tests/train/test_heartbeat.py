@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.progress_pages import read_progress
 from train_helpers import begin, configured, finish
 
-from phalanx.core.progress import PROGRESS_VARIABLE, Progress, ProgressWriter, read_progress
+from phalanx.core.progress import PROGRESS_VARIABLE, Progress, ProgressWriter
 from phalanx.launch.user_script import ATTEMPT_VARIABLE
 from phalanx.train.heartbeat import NO_PULSE, Pulse, open_page
 

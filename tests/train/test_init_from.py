@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.open_checkpoint import newest
 from support.tiny import WORDS, write_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train_helpers import begin, configured, entries, finish, run_all
 
-from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.train.config import RunConfig
 from phalanx.train.training_run import Run
-from phalanx.train.weights.convert import export_run, import_config
+from phalanx.train.weights.hf_folders import export_run, import_config
 from phalanx.train.weights.trained import open_trained
 
 pytestmark = pytest.mark.usefixtures("no_peak")
@@ -88,7 +88,7 @@ def test_the_padding_of_the_vocabulary_is_free(first: Path, tmp_path: Path, mult
     for folder in ("64", str(multiple)):
         (tmp_path / folder).mkdir()
     same, other = (_started(tmp_path / str(m), changes | {"model.vocab_multiple": m}) for m in (64, multiple))
-    assert same.trainer.config.vocab_rows != other.trainer.config.vocab_rows
+    assert same.trainer.model_config.vocab_rows != other.trainer.model_config.vocab_rows
     batch = same.loader.batch(0, 2)
     losses = [
         sum(run.trainer.model.loss(run.trainer.model(batch.tokens_BS), batch.targets_BS)) for run in (same, other)

@@ -33,7 +33,7 @@ from phalanx.train.system_errors import explained, out_of_memory
 def test_standing_memory_is_what_a_run_holds(tmp_path: Path, optimizer: str, bits: int) -> None:
     run = begin(configured(tmp_path, {"optim.name": optimizer, "optim.state_bits": bits}))
     run.folder.release()
-    told = standing_bytes(run.trainer.config, run.config.optim)
+    told = standing_bytes(run.trainer.model_config, run.config.optim)
     weights = sum(parameter.nbytes for parameter in run.trainer.parameters.values())
     state = sum(t.nbytes for name, t in run.optimizer.state_tensors().items() if not name.endswith(".step"))
     assert told["weights"] == told["gradients"] == weights

@@ -21,16 +21,15 @@ from train_helpers import begin, configured
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.launch.environment import Worker
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.train import assemble, start
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.memory_fit import GPU_MEMORY_SHARE, LEVELS, Choice, Fit, Level, off_line
+from phalanx.train.derived.memory_fit import GPU_MEMORY_SHARE, LEVELS, Fit, Level, Passes, off_line
 from phalanx.train.derived.run_numbers import complete_model
 from phalanx.train.device import Device
 from phalanx.train.ranks import Ranks
 from phalanx.train.run_folder import Refused, RunFolder
-from phalanx.train.training_run import Run
-from phalanx.train.trials import choose_passes
+from phalanx.train.training_run import Run, choose_passes
 
 GIB = float(1 << 30)
 MODEL = {"vocab_size": 32000, "layers": 24, "hidden": 2048, "heads": 16}
@@ -45,6 +44,16 @@ def fit(gib: float, *, sequence: int = 2048, batch: int = 32, micro_batch: int =
     config = validate(RunConfig, settings)
     model, parallel = complete_model(config, 32000), config.parallel
     return Fit.of(config, model, parallel, "bf16", device_bytes=gib * GIB, micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize(("on_cpu", "levels"), [(False, ("none", "full")), (True, LEVELS)])
+def test_only_what_is_compiled_in_pieces_has_fewer_choices(on_cpu: bool, levels: tuple[Level, ...]) -> None:
+    text = {"sources": [{"kind": "text", "path": "here"}]}
+    settings = {"model": {"attention_backend": "chunked"}, "train": {"steps": 1}, "data": text}
+    config = RunConfig.model_validate(settings)
+    model = config.model.model_copy(update={"vocab_size": 256, "max_sequence": 64})
+    made = Fit.of(config, model, config.parallel, "bf16", device_bytes=GIB, on_cpu=on_cpu)
+    assert made.levels == levels
 
 
 def test_nothing_is_computed_again_where_enough_fits_without() -> None:
@@ -104,7 +113,7 @@ def test_whether_a_layout_fits_counts_what_is_computed_again_and_what_is_left_fr
 @given(st.floats(20, 200), st.sampled_from((512, 2048, 8192)), st.sampled_from((1, 6, 32)))
 def test_a_choice_fits_or_is_the_least_and_smaller_ones_end(gib: float, sequence: int, batch: int) -> None:
     found = fit(gib, sequence=sequence, batch=batch)
-    choice: Choice | None = found.choose()
+    choice: Passes | None = found.choose()
     assert choice is not None and batch % choice.micro_batch == 0
     least = min(
         (found.predicted(size, level) for size in found.micro_batches for level in LEVELS),
@@ -120,7 +129,7 @@ def test_a_choice_fits_or_is_the_least_and_smaller_ones_end(gib: float, sequence
 
 
 def test_far_predictions_are_told() -> None:
-    choice = Choice(1, "none", 11 * GIB, 10 * GIB)
+    choice = Passes(1, "none", 11 * GIB, 10 * GIB)
     assert off_line(choice, 10.9 * GIB) == off_line(choice, 9.1 * GIB) == ""
     assert off_line(choice, 12 * GIB) == "memory: 12.00 GiB at most, +20% of the 10.00 GiB that were predicted"
 
@@ -177,8 +186,8 @@ def test_a_cpu_computes_nothing_again_and_predicts_nothing(run: Run) -> None:
 def test_a_gpu_says_what_it_takes_and_keeps_it(run: Run) -> None:
     notes = on_gpu(run, 1 << 30)
     choose_passes(run, notes.append)
-    assert run.fit is not None and notes == [run.fit.line(run.choice)]
-    assert (run.progress.micro_batch, run.progress.recompute) == (run.choice.micro_batch, "none")
+    assert run.fit is not None and notes == [run.fit.line(run.passes)]
+    assert (run.progress.micro_batch, run.progress.recompute) == (run.passes.micro_batch, "none")
     assert run.progress.to_json()["recompute"] == "none"
 
 
@@ -194,7 +203,7 @@ def test_out_of_memory_takes_the_next_smaller_choice_and_the_same_gradients(run:
     expected = _gradients(run)
     notes = on_gpu(run, 1 << 30)
     choose_passes(run, lambda _: None)
-    before, passes, refused = run.choice, run.trainer.accumulate_gradients, []
+    before, passes, refused = run.passes, run.trainer.accumulate_gradients, []
 
     def refuse(*args: Any, **named: Any) -> Any:
         if not refused:
@@ -204,8 +213,8 @@ def test_out_of_memory_takes_the_next_smaller_choice_and_the_same_gradients(run:
 
     run.trainer.accumulate_gradients = refuse  # type: ignore[method-assign]
     got = _gradients(run)
-    assert (run.choice.micro_batch, run.choice.recompute) == (before.micro_batch, "selective")
-    assert notes == [f"out of memory, against the prediction; now {run.fit.line(run.choice)}"]  # type: ignore[union-attr]
+    assert (run.passes.micro_batch, run.passes.recompute) == (before.micro_batch, "selective")
+    assert notes == [f"out of memory, against the prediction; now {run.fit.line(run.passes)}"]  # type: ignore[union-attr]
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
@@ -219,7 +228,7 @@ def test_out_of_memory_with_nothing_smaller_ends_the_run(run: Run) -> None:
     run.trainer.accumulate_gradients = refuse  # type: ignore[method-assign]
     with pytest.raises(UserError, match="1 x 16 tokens at once do not fit"):
         run.accumulate_gradients(run.loader.batch(0, 4))
-    assert (run.choice.micro_batch, run.choice.recompute) == (1, "full")
+    assert (run.passes.micro_batch, run.passes.recompute) == (1, "full")
 
 
 @dataclass
@@ -247,10 +256,10 @@ def test_what_one_of_several_ranks_had_no_memory_for_is_not_tried_again(run: Run
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     seen = []
-    while run.choice not in seen:
-        seen.append(run.choice)
+    while run.passes not in seen:
+        seen.append(run.passes)
         run.trainer.accumulate_gradients = refuse  # type: ignore[method-assign]
-        smaller = run.fit.smaller(run.choice)  # type: ignore[union-attr]
+        smaller = run.fit.smaller(run.passes)  # type: ignore[union-attr]
         then = f"start again, and all take micro-batch {smaller.micro_batch}, recompute" if smaller else "set train"
         with pytest.raises(UserError, match=rf"do not fit into memory of rank 0 \(CUDA.*; ({then}|take a smaller)"):
             run.accumulate_gradients(run.loader.batch(0, 4))
@@ -258,7 +267,7 @@ def test_what_one_of_several_ranks_had_no_memory_for_is_not_tried_again(run: Run
         said.clear()
         choose_passes(run, said.append, keep=True)  # as the next start does
         if smaller is not None:
-            assert run.choice == smaller and said[0].startswith("a rank had no memory for micro-batch ")
+            assert run.passes == smaller and said[0].startswith("a rank had no memory for micro-batch ")
     assert len(seen) > 3 and seen[-1].recompute == "full" and seen[-1].micro_batch == 1
 
 
@@ -266,13 +275,13 @@ def test_what_was_refused_in_another_layout_says_nothing(run: Run) -> None:
     on_gpu(run, 1 << 30)
     run.ranks = Ranks(_OneOfTwo())  # type: ignore[arg-type]
     choose_passes(run, lambda _: None)
-    first = run.choice
+    first = run.passes
     Refused("fs2", first.micro_batch, first.recompute).write(run.folder)
     choose_passes(run, lambda _: None)
-    assert run.choice == first
+    assert run.passes == first
     run.folder.out_of_memory.write_text("{")
     choose_passes(run, lambda _: None)
-    assert run.choice == first
+    assert run.passes == first
 
 
 def test_ranks_are_started_again_as_long_as_there_is_less_to_take(
@@ -329,9 +338,9 @@ class _Peers:
 
     def gather(self, value: Any) -> list[Any]:
         self._values[self.rank] = value
-        self._together.wait(10)
+        self._together.wait(120)
         found = list(self._values)
-        self._together.wait(10)
+        self._together.wait(120)
         return found
 
     def collect(self, value: Any) -> list[Any] | None:

@@ -21,10 +21,10 @@ from test_background_runs import Runner, SharedRun, end_killed, until
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
 from storage_helpers import DENIED, SLOW_DOWN, Server, s3_server_fixture  # noqa: F401
+from support.open_checkpoint import newest
 
 from phalanx.checkpoint.format.checkpoint_files import examine
-from phalanx.checkpoint.restoring.open_checkpoint import newest
-from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
+from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import Latest, read_latest
 from phalanx.checkpoint.storage.location import open_store
 
@@ -126,7 +126,7 @@ def test_killed_with_its_keeper_while_it_uploads_it_goes_on_from_what_is_durable
         store = runner.store(run)
         former = latest_of(store)
         assert (former.name, former.attempt) == (first, 1)
-        examine(Stored(store, first), manifest_sha256=former.manifest_sha256)
+        examine(store.at(first), manifest_sha256=former.manifest_sha256)
         assert f"{second}/__0_0.distcp" in everything(runner, url)
         runner.end(runner.start(run), run)
         assert f"going on from {url}/{first} (step {former.step} of {STEPS})" in run.log.read_text()

@@ -6,17 +6,24 @@ import io
 import os
 import re
 import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from phalanx.data.prepare import Progress as PrepareProgress
-from phalanx.train.reports.display import LiveDisplay, PlainDisplay, Status, fitting, format_status, make_display
+from phalanx.ipc.stop_request import StopRequest
+from phalanx.telemetry.run_log import RunLog
+from phalanx.telemetry.run_log_lines import last_lines
+from phalanx.train.reports.callbacks import StepReport
+from phalanx.train.reports.display import LiveDisplay, PlainDisplay, fitting, format_step, make_display
+from phalanx.train.reports.logged_display import LoggedDisplay
 from phalanx.train.reports.preparation_progress import PrepareDisplay
-from phalanx.train.reports.step_record import StepRecord, StepReport
-from phalanx.train.stop_request import StopRequest
-from phalanx.train.training_run import Progress
+from phalanx.train.reports.step_record import StepRecord
+from phalanx.train.run_progress import RunProgress
 
 
 class Clock:
@@ -70,7 +77,7 @@ def test_the_first_step_alone_tells_nothing_of_the_rest() -> None:
     _add(record, 1, 1.0)
     (report,) = record.flush()
     assert report.usual_s is None
-    assert ("left", "n/a") in format_status(Status(report, 10, None, 2**30, None))
+    assert ("left", "n/a") in format_step(replace(report, total_steps=10, memory_bytes=2**30))
 
 
 def test_time_outside_training_is_left_out_of_the_rate() -> None:
@@ -84,11 +91,11 @@ def test_time_outside_training_is_left_out_of_the_rate() -> None:
 
 
 def test_progress_survives_json_and_ignores_what_it_does_not_know() -> None:
-    progress = Progress(micro_batch=4)
+    progress = RunProgress(micro_batch=4)
     progress.advance(8, 64)
     progress.advance(16, 64)
     assert (progress.step, progress.samples, progress.tokens) == (2, 24, 24 * 64)
-    assert Progress.from_json({**progress.to_json(), "from_the_future": 1}) == progress
+    assert RunProgress.from_json({**progress.to_json(), "from_the_future": 1}) == progress
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -111,23 +118,36 @@ def test_a_second_interrupt_does_not_wait() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def _status(mfu: float | None = 0.4) -> Status:
+def _report(mfu: float | None = 0.4) -> StepReport:
     report = StepReport(5, 2.5, 0.7, 1e-3, False, 500, 1234.0, 0.1)
-    return Status(report, 10, mfu, 2**30, 75.0)
+    return replace(report, total_steps=10, mfu=mfu, memory_bytes=2**30, left_s=75.0)
 
 
 def test_plain_lines_carry_every_figure() -> None:
     out = io.StringIO()
     display = make_display(Console(file=out, width=200))
     assert isinstance(display, PlainDisplay)
-    display.show(_status())
+    display.show(_report())
     for text in ("step 5/10", "loss 2.5000", "1,234", "40.0%", "1.00 GiB", "1m15s", "lr 1.00e-03", "grad norm 0.700"):
         assert text in out.getvalue()
 
 
+def test_figures_of_a_run_stand_in_the_log_of_rank_0_alone(tmp_path: Path) -> None:
+    """The rates of others are of their own clocks, which began elsewhere: two MFUs for one step."""
+    for rank in (0, 1):
+        log = RunLog(tmp_path / "logs" / f"rank-{rank}.here.log", rank, 1, file_bytes=1 << 20, files=2)
+        display = LoggedDisplay(PlainDisplay(Console(quiet=True)), log, is_first=rank == 0)
+        former, sys.stderr = sys.stderr, None  # type: ignore[assignment]
+        display.show(_report(mfu=0.4 + rank / 10))
+        sys.stderr = former
+        log.close()
+    first, other = (line.text for line in last_lines(tmp_path, 2))
+    assert "MFU 40.0%" in first and other == "step 5/10"
+
+
 def test_an_unknown_peak_gives_no_mfu() -> None:
     out = io.StringIO()
-    PlainDisplay(Console(file=out, width=200)).show(_status(mfu=None))
+    PlainDisplay(Console(file=out, width=200)).show(_report(mfu=None))
     assert "MFU n/a" in out.getvalue()
 
 
@@ -135,7 +155,7 @@ def test_a_terminal_gets_a_live_table_and_notes_above_it() -> None:
     out = io.StringIO()
     display = make_display(Console(file=out, width=140, force_terminal=True))
     assert isinstance(display, LiveDisplay)
-    display.show(_status())
+    display.show(_report())
     display.note("a [note] with brackets")
     display.close()
     assert "a [note] with brackets" in out.getvalue()
@@ -144,7 +164,7 @@ def test_a_terminal_gets_a_live_table_and_notes_above_it() -> None:
 
 @pytest.mark.parametrize(("width", "gone"), [(140, set()), (60, {"memory"}), (30, {"lr", "grad norm"})])
 def test_a_narrow_terminal_keeps_what_matters(width: int, gone: set[str]) -> None:
-    every = format_status(_status())
+    every = format_step(_report())
     kept = fitting(every, width)
     assert {"step", "loss", "left"} <= {name for name, _ in kept}
     assert not gone & {name for name, _ in kept}
@@ -153,7 +173,7 @@ def test_a_narrow_terminal_keeps_what_matters(width: int, gone: set[str]) -> Non
         assert kept == every
     out = io.StringIO()
     display = LiveDisplay(Console(file=out, width=width, force_terminal=True))
-    display.show(_status())
+    display.show(_report())
     display.close()
     assert "…" not in out.getvalue()
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_helpers import rewrite
+from support.open_checkpoint import open_checkpoint
 from support.parity import reshard as resharding
 from support.parity.reshard import moved, process_rank, reshard
 from train_helpers import copies
 
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.launch.environment import Worker
 from phalanx.train.config import RunConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -184,6 +185,13 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another process is training"):
         open_for_training(_config(), tmp_path)
     first.release()
+    open_for_training(_config(), tmp_path).release()
+
+
+def test_who_only_looks_at_the_lock_keeps_no_run_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onlooker = (tmp_path / ".lock").open("a")
+    fcntl.flock(onlooker, fcntl.LOCK_SH)
+    monkeypatch.setattr("phalanx.train.run_folder.time.sleep", lambda _: onlooker.close())
     open_for_training(_config(), tmp_path).release()
 
 

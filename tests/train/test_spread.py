@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import spread_targets
 import torch
+from support.open_checkpoint import open_checkpoint
 from train_helpers import (
     Commands,
     Ended,
@@ -30,7 +31,6 @@ from train_helpers import (
     wait_for_step,
 )
 
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.launch.local_ranks import launch_local
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import needed_bytes
@@ -317,6 +317,7 @@ def test_two_ranks_on_one_gpu_train_as_one_process(
         "train.precision": "fp32",
         "train.compile": False,
         "model.attention_backend": "math",
+        "model.layers": 4,  # zbv has two chunks on each of two stages
     }
     spread_out = {f"parallel.{key}": value for key, value in layout.items()} | {"parallel.share_device": True}
     for run, changes in (("one", same), ("two", same | spread_out)):

@@ -10,7 +10,7 @@ from phalanx.core.phases import Phases
 from phalanx.parallel.layout_choice import Machines
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.run_layout import check_started, resolve_layout
-from phalanx.train.session import started
+from phalanx.train.summary import started
 
 
 def config(**parallel: object) -> RunConfig:

@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import math
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -16,18 +17,20 @@ import torch
 import torch.nn.functional as F
 from support.tiny import write_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_helpers import begin, configured, entries, figures, finish, overrides, run_all
+from train_helpers import Commands, begin, configured, entries, figures, finish, overrides, run_all
 
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
 from phalanx.model.decoder import Decoder
 from phalanx.optim.bad_step import _Mailbox
-from phalanx.optim.base import SkippingOptimizer
+from phalanx.optim.skipping import SkippingOptimizer
+from phalanx.telemetry.run_samples import read_samples, read_why_none
 from phalanx.train.config import RunConfig
-from phalanx.train.evaluate import evaluate
+from phalanx.train.evaluation import evaluate
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.session import sample
+from phalanx.train.summary import closing
 from phalanx.train.trainer import accumulate_gradients
 from phalanx.train.training_run import Run
 
@@ -216,7 +219,10 @@ def test_the_micro_batch_is_chosen_by_size(tmp_path: Path, length: int, expected
     assert run.progress.micro_batch == expected
 
 
-def test_garbage_is_collected_at_fixed_steps_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_garbage_is_collected_at_fixed_steps_only(tmp_path: Path, *, frozen_before: bool) -> None:
+    gc.freeze() if frozen_before else gc.unfreeze()
+    frozen = gc.get_freeze_count()
     collections: list[int] = []
     run = begin(configured(tmp_path, {"train.garbage_collect_steps": 4, "checkpoint.every_steps": 0}))
     original = run.accumulate_gradients
@@ -235,12 +241,15 @@ def test_garbage_is_collected_at_fixed_steps_only(tmp_path: Path) -> None:
     gc.callbacks.append(note)
     try:
         finish(run)
+        left = gc.get_freeze_count()
     finally:
         gc.callbacks.remove(note)
+        gc.collect()
+        gc.freeze()  # as it is for all other tests, see tests/conftest.py
     inside = [step for step in collections if 0 < step < 20]
     assert inside == [4, 8, 12, 16]
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert (left > 0) == frozen_before and left <= frozen
 
 
 def _from_mailbox() -> bool:
@@ -385,6 +394,28 @@ def test_bad_batches_are_skipped_counted_and_logged(tmp_path: Path) -> None:
     assert int(run.judge.skipped) == 3
 
 
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (range(4, 18), r"most updates were skipped\[/\], 14 of 20: the loss or .*; lower optim\.lr"),
+        (range(4, 14), r"^10 update\(s\) skipped by the bad-step policy$"),
+    ],
+)
+def test_a_run_of_which_most_updates_were_skipped_says_so(tmp_path: Path, bad: range, said: str) -> None:
+    run = begin(configured(tmp_path, {"optim.bad_step.max_in_a_row": 20}))
+    original = run.accumulate_gradients
+
+    def often_nan(batch: Batch) -> torch.Tensor:
+        loss = original(batch)
+        return loss * math.nan if run.progress.step in bad else loss
+
+    run.accumulate_gradients = often_nan  # type: ignore[method-assign]
+    result = finish(run)
+    lines = closing(run, result).splitlines()
+    assert "done" in lines[0]
+    assert re.search(said, lines[1])
+
+
 def test_a_hopeless_run_stops_with_a_good_checkpoint_before(tmp_path: Path) -> None:
     config = configured(tmp_path, {"optim.bad_step.max_in_a_row": 3})
     run = begin(config)
@@ -442,6 +473,31 @@ def test_a_compiled_run_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(plain) == len(compiled) == 9 + 3
     for one, other in zip(plain, compiled, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
+
+
+def test_a_prompt_is_continued_at_each_evaluation_and_training_goes_on_as_without(tmp_path: Path) -> None:
+    prompt = {"evaluate.sample_prompt": "the", "evaluate.sample_tokens": 8}
+    changes = {"train.steps": 6, "evaluate.every_steps": 2, **prompt}
+    run_all(tmp_path, changes, "plain")
+    assert not read_samples(tmp_path / "plain")
+    run_all(tmp_path, changes | {"evaluate.sample_at_evaluations": True})
+    samples = read_samples(tmp_path / "run")
+    assert [sample.step for sample in samples] == [2, 4, 6]
+    assert {sample.prompt for sample in samples} == {"the"}
+    assert all(sample.text for sample in samples)
+    assert figures(tmp_path / "run") == figures(tmp_path / "plain")
+    with pytest.raises(UserError, match="sample_prompt"):
+        configured(tmp_path, {"evaluate.sample_at_evaluations": True})
+
+
+@pytest.mark.slow
+def test_a_model_that_is_spread_makes_no_samples_and_says_why(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "empty.toml").touch()
+    changes = {"parallel.devices": 2, "train.steps": 2, "evaluate.every_steps": 2, "evaluate.sample_prompt": "the"}
+    words = overrides(tmp_path, changes | {"evaluate.sample_at_evaluations": True})
+    assert commands.run(tmp_path, "train", "empty.toml", *words).status == 0
+    assert not read_samples(tmp_path / "run")
+    assert read_why_none(tmp_path / "run") == "no rank holds the whole model"
 
 
 def test_sampling_at_the_end_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

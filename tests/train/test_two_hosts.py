@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_hosts import lost_and_found
+from support.chunk_sums import chunk_sums
 from support.hosts import Cluster, a_cluster, share_text
 from support.kills.run import TinyRun
+from support.open_checkpoint import open_checkpoint
 
-from phalanx.checkpoint.format.run_sums import chunk_sums
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.storage.folder import candidates
 
 STEPS = 40

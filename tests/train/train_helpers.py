@@ -24,9 +24,9 @@ from phalanx.data.batch import Batch
 from phalanx.train import assemble as assembling
 from phalanx.train import session
 from phalanx.train.config import RunConfig
-from phalanx.train.loop import Outcome, train
-from phalanx.train.reports.reporter import Reporter
+from phalanx.train.loop import train
 from phalanx.train.run_folder import open_for_training
+from phalanx.train.run_progress import TrainResult
 from phalanx.train.training_run import Run
 
 TINY: dict[str, Any] = tiny.SETTINGS | {
@@ -34,12 +34,15 @@ TINY: dict[str, Any] = tiny.SETTINGS | {
     "checkpoint.every_steps": 5,
     "checkpoint.keep_last": 100,
     "checkpoint.mode": "blocking",  # the background is tested where it is the point
+    # To collect the garbage of a process that has imported all tests, and to count what is frozen there, takes longer
+    # than such a run: test_training.py tests when it is collected.
+    "train.garbage_collect_steps": 0,
 }
 
 PRELOAD = [
     "phalanx.train.session",
-    "phalanx.cli.train",
-    "phalanx.cli.generate",
+    "phalanx.cli.train_command",
+    "phalanx.cli.generate_command",
     "torch.utils.checkpoint",
     "torch._dynamo",  # by torch's optimizers
     "torch._inductor.config",  # by torch.use_deterministic_algorithms
@@ -66,12 +69,12 @@ def begin(config: RunConfig, notes: list[str] | None = None, points: Points = NO
         raise
 
 
-def finish(run: Run) -> Outcome:
+def finish(run: Run) -> TrainResult:
     """Train an assembled run to its end."""
     display = session.make_display(Console(file=io.StringIO(), width=200))
     logger = session.open_loggers(run.config.logging, run.folder.path, run.progress.step)
     try:
-        return train(run, Reporter(run, display, logger, 1.0))
+        return train(run, session.make_reporter(run, display, logger))
     finally:
         logger.close()
         run.folder.release()
@@ -80,8 +83,8 @@ def finish(run: Run) -> Outcome:
 def run_all(folder: Path, changes: Mapping[str, Any] | None = None, run: str = "run") -> str:
     """A whole session in this process; returns what it printed."""
     out = io.StringIO()
-    status = session.train_session(configured(folder, changes, run), Path("tiny.toml"), Console(file=out, width=200))
-    assert status == 0
+    result = session.run_session(configured(folder, changes, run), Path("tiny.toml"), Console(file=out, width=200))
+    assert not result.stopped_by
     return out.getvalue()
 
 
@@ -130,13 +133,13 @@ class Commands:
         """What ends a process that does `target`: its exit status (negative: killed by that signal)."""
         process = self._context.Process(target=target, args=arguments)
         process.start()
-        process.join(120)
+        process.join(400)
         assert process.exitcode is not None, "the process hangs"
         return process.exitcode
 
     def run(self, folder: Path, *arguments: str, limits: Mapping[str, int] | None = None) -> Ended:
         process = self.start(folder, arguments, limits)
-        process.join(120)
+        process.join(400)
         assert process.exitcode is not None, "the command hangs"
         return ended(process, folder)
 
@@ -197,3 +200,12 @@ def copies(run: Path) -> Iterator[Path]:
 
 
 Reporting = Callable[[str], None]
+
+
+def until(look: Callable[[], Any], within_s: float = 120.0) -> Any:
+    """What `look` gives once it is true."""
+    give_up_s = time.monotonic() + within_s
+    while not (found := look()):
+        assert time.monotonic() < give_up_s, "it does not come"
+        time.sleep(0.05)
+    return found

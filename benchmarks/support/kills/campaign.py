@@ -14,11 +14,11 @@ import psutil
 import torch
 
 from phalanx.checkpoint.format.checkpoint_files import examine
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 from support.kills.run import TinyRun, kill, wait
+from support.open_checkpoint import open_checkpoint
 
 RANK, KEEPER, PERSISTER = "phalanx rank", "phalanx keeper", "phalanx persister"
 VICTIMS = ("worker", "keeper", "persister", "all")

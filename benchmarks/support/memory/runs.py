@@ -17,13 +17,14 @@ from phalanx.launch.environment import Worker
 from phalanx.model.decoder import Decoder
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.build import OptimizerSet, build_optimizer
+from phalanx.parallel.engine import Engine
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.pipeline_executor import _Mail
-from phalanx.parallel.stage import AutogradStage
+from phalanx.parallel.pipeline.pipeline_executor import AutogradStage, _Mail
 from phalanx.train.assemble import build_trainer
 from phalanx.train.device import Device
 from phalanx.train.ranks import Ranks
-from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
+from phalanx.train.trainer import LocalTrainer, Trainer
+from support.chunk_memory import memory_bytes, wait_for_weights
 from support.memory.layouts import VOCABULARY, Layout
 from support.memory.tracker import LiveBytes, bytes_of
 from support.processes import from_processes, hand_back, meet
@@ -97,15 +98,15 @@ class _Probe:
     def _reduced(self) -> int:
         """Ends the reductions that are on their way; gives what they held."""
         before = self.live.now
-        if isinstance(self.trainer, SpreadTrainer):
-            for chunk in self.trainer._engine.chunks:
+        if isinstance(self.trainer, Engine):
+            for chunk in self.trainer.chunks:
                 chunk._reductions.finish()
         return before - self._settled()
 
     def _settled(self) -> int:
         """Bytes that are alive once gloo's threads have let go of what they were done with."""
         least, since_s = self.live.now, time.monotonic()
-        while isinstance(self.trainer, SpreadTrainer) and time.monotonic() - since_s < _SETTLING_S:
+        while isinstance(self.trainer, Engine) and time.monotonic() - since_s < _SETTLING_S:
             time.sleep(_SETTLING_S / 10)
             if (now := self.live.now) < least:
                 least, since_s = now, time.monotonic()
@@ -113,14 +114,14 @@ class _Probe:
 
     def parameters(self) -> int:
         """Weights and masters."""
-        if isinstance(self.trainer, SpreadTrainer):
-            return sum(chunk.memory_bytes().parameters for chunk in self.trainer._engine.chunks)
+        if isinstance(self.trainer, Engine):
+            return sum(memory_bytes(chunk).parameters for chunk in self.trainer.chunks)
         return bytes_of(_model(self.trainer).parameters())
 
     def gradients(self) -> int:
         """Whole ones and sums."""
-        if isinstance(self.trainer, SpreadTrainer):
-            return sum(chunk.memory_bytes().gradients for chunk in self.trainer._engine.chunks)
+        if isinstance(self.trainer, Engine):
+            return sum(memory_bytes(chunk).gradients for chunk in self.trainer.chunks)
         return bytes_of(p.grad for p in _model(self.trainer).parameters())
 
     def state(self) -> int:
@@ -129,9 +130,9 @@ class _Probe:
 
     def norms(self) -> list[torch.nn.Module]:
         """The last norm, where it is here."""
-        if not isinstance(self.trainer, SpreadTrainer):
+        if not isinstance(self.trainer, Engine):
             return [_model(self.trainer).norm]
-        parts = [held.stage.part for held in self.trainer._engine._held.values()]
+        parts = [held.stage.part for held in self.trainer._held.values()]
         return [part.norm for part in parts if part.norm is not None]
 
     def _under_way(self, made: Any) -> int:
@@ -191,13 +192,13 @@ def _run(layout: Layout, ranks: Ranks) -> Seen:
             trainer.parameters,
             reduction=trainer.reduction,
             gradient_norm=trainer.gradient_norm,
-            whole_shapes={name: p.shape for name, p in parameter_table(trainer.config).items()},
+            whole_shapes={name: p.shape for name, p in parameter_table(trainer.model_config).items()},
         )
         batch = _batch(layout, trainer)
         _step(layout, trainer, optimizer, batch, 0)
-        if isinstance(trainer, SpreadTrainer):  # gloo has copies of weights that are on their way
-            for chunk in trainer._engine.chunks:
-                chunk.wait()
+        if isinstance(trainer, Engine):  # gloo has copies of weights that are on their way
+            for chunk in trainer.chunks:
+                wait_for_weights(chunk)
         seen = Seen(0 if ranks.mesh is None else ranks.mesh.rank)
         probe = _Probe(live, trainer, optimizer, seen)
         probe.standing = live.now - probe.parameters() - probe.gradients() - probe.state()

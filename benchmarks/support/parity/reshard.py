@@ -17,22 +17,22 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.config import load
 from phalanx.data.prepare import prepare
 from phalanx.launch.environment import Worker
 from phalanx.launch.local_ranks import launch_local
-from phalanx.telemetry.loggers import Silent, open_loggers
+from phalanx.telemetry.loggers import MetricsLogger, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
 from phalanx.train.loop import train
 from phalanx.train.ranks import Ranks, meet
 from phalanx.train.reports.display import make_display
-from phalanx.train.reports.reporter import Reporter
 from phalanx.train.run_folder import RunFolder, open_for_training
+from phalanx.train.session import make_reporter
 from phalanx.train.training_run import Run
 from support import tiny
+from support.open_checkpoint import open_checkpoint
 from support.parity.compare import BAR, relative_error
 
 SAVED_STEP, LAST_STEP = 10, 20
@@ -59,6 +59,7 @@ SETTINGS: dict[str, Any] = tiny.SETTINGS | {
     "train.steps": LAST_STEP,
     "train.global_batch": 8,
     "train.micro_batch": 1,
+    "train.garbage_collect_steps": 0,  # ranks are threads here, and each would look through all that the process holds
     "checkpoint.every_steps": SAVED_STEP,
     "checkpoint.keep_last": 100,
     "checkpoint.mode": "blocking",
@@ -166,8 +167,8 @@ def one_run(config: RunConfig, ranks: Ranks) -> None:
     run = assemble(config, folder, lambda _: None, None, ranks)
     if run.progress.step:
         _save_beside(run)
-    logger = open_loggers(config.logging, path, run.progress.step) if ranks.is_first else Silent()
-    train(run, Reporter(run, make_display(Console(quiet=True)), logger, 1.0))
+    logger = open_loggers(config.logging, path, run.progress.step) if ranks.is_first else MetricsLogger()
+    train(run, make_reporter(run, make_display(Console(quiet=True)), logger))
     logger.close()
     folder.release()
 

@@ -15,9 +15,9 @@ from phalanx.core.layout import Shard
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical_parameters import initialise
 from phalanx.model.shapes import parameter_table
-from phalanx.optim.base import GradientNorm, Reduction, grad_norm, local
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.optim.config import OptimConfig
+from phalanx.optim.skipping import GradientNorm, Reduction, grad_norm, local
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.group import Groups

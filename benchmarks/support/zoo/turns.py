@@ -15,13 +15,14 @@ from typing import Literal
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
-from phalanx.core.progress import read_progress
+from phalanx.run.executor.page_folder import PREFIX
 from phalanx.run.journal import JournalError, read_journal
+from support.progress_pages import read_progress
 from support.recovery.job import Job
 from support.zoo.cases import ROOT, Hang, Healthy, own
 from support.zoo.signs import STOPPED, Signs
 
-PAGES = "phalanx-pages-"
+PAGES = PREFIX
 """How the folder of a host's progress pages is called; it is in memory, and a host that is killed leaves it."""
 
 _RANK = "phalanx rank"

@@ -5,134 +5,102 @@ The ranks are those of torch.distributed where it is initialised, else this proc
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from phalanx.checkpoint.all_ranks import agreed
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.foreign.foreign_session import Saving, Updates
+from phalanx.checkpoint.foreign.distributed_peers import find_peers, leave
 from phalanx.checkpoint.foreign.restore_objects import UndrawnParameters, look, put_back
-from phalanx.checkpoint.foreign.training_state import TrainingState
+from phalanx.checkpoint.foreign.training_state import Table, TrainingState
 from phalanx.checkpoint.restoring.restore import Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
+from phalanx.checkpoint.session.open_session import open_session
 from phalanx.checkpoint.stopping import Stopping
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
-from phalanx.core.peers import ALONE, Peers
 from phalanx.core.progress import say_restored
 
-
-def find_peers() -> Peers:
-    """The ranks of the default group, in a group of their own; called by all of them together.
-
-    A group of its own, over gloo: values stay on the host, and nothing gets between the collectives of training. It is
-    for `leave` to end it.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return ALONE
-    return DistributedPeers(dist.new_group(backend="gloo"))
+_TENSORS = 16
+_ELEMENTS = 4096
+_LOOKS = 8
 
 
-def leave(peers: Peers) -> None:
-    """Nothing more will be said to `peers`, and all they have said has come; called by all of them.
+class Updates:
+    """Calls `before` before each update of any of `optimizers`, and remembers whether one changed something.
 
-    A thread of gloo that lets go of its last operation while Python ends takes the process down with SIGABRT
-    (pytorch/pytorch#190489), so none of them may be left. Where a rank has failed, do not call it: it would wait for
-    what the others had begun.
-    """
-    if isinstance(peers, DistributedPeers):
-        peers.close()
-
-
-class DistributedPeers:
-    """The members of a process group as `phalanx.core.peers.Peers`; values travel as JSON text.
-
-    Args:
-        group: of all ranks, with a back end that takes CPU tensors (gloo).
+    That an optimizer has stepped is not evidence: where training has converged, or all gradients are zero, a healthy
+    step changes nothing. Whether it does shows in some elements of some parameters, copied before the step and compared
+    after it: in the first steps after each call of `stepped`, then ever more rarely.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._groups = [group]  # the only reference: gloo ends when that is dropped
+    def __init__(self, optimizers: Iterable[Optimizer], before: Callable[[], None]) -> None:
+        self._before = before
+        self._steps: dict[Optimizer, int] = {}
+        self._copies: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
+        self._moved: list[Tensor] = []
+        self._hooks: list[Any] = []
+        self.watch(optimizers)
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._groups[0]
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Listen to these instead of those before."""
+        self.close()
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._on_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._on_stepped))
+
+    def stepped(self) -> bool:
+        """Whether, since the last call, a step of an optimizer was seen to change a parameter; waits for the device."""
+        moved, self._moved = self._moved, []
+        self._steps = {}
+        return any(bool(each) for each in moved)
 
     def close(self) -> None:
-        """End the group and its threads, unless they have ended already."""
-        groups, self._groups = self._groups, []
-        if dist.is_initialized():
-            for group in groups:
-                dist.destroy_process_group(group)
+        """Stop listening."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all members, in order, on every member."""
-        text = _encode(value)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=self._group)
-        padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
-        padded[: len(text)] = text
-        texts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(texts, padded, group=self._group)
-        return [_decode(row[: int(length)]) for row, length in zip(texts, lengths, strict=True)]
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._before()
+        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if step <= _LOOKS or step.bit_count() == 1:
+            self._copies[optimizer] = [(some, some.clone()) for some in _some_elements(optimizer)]
 
-    def broadcast(self, value: Any) -> Any:
-        """The first member's value, on every member."""
-        text = _encode(value if self.rank == 0 else None)
-        length = torch.tensor([len(text)])
-        first = dist.get_global_rank(self._group, 0)
-        dist.broadcast(length, first, group=self._group)
-        if self.rank:
-            text = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, first, group=self._group)
-        return _decode(text)
-
-    def collect(self, value: Any) -> list[Any] | None:
-        """The values of all members, in order, on the first."""
-        values = self.gather(value)
-        return None if self.rank else values
-
-    def lowest(self, value: Any) -> Any:
-        """The lowest of the values that are not None, on every member."""
-        return min((one for one in self.gather(value) if one is not None), default=None)
-
-    def barrier(self) -> None:
-        """Wait until every member is here."""
-        dist.barrier(group=self._group)
-
-    def ask_highest(self, value: int) -> Callable[[], int]:
-        """Begin to ask all members for a number; what is returned waits for the highest of them."""
-        number = torch.tensor([value])
-        work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-        def answer() -> int:
-            if work is not None:
-                work.wait()
-            return int(number)
-
-        return answer
+    def _on_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        copies = self._copies.pop(optimizer, [])
+        self._moved += [(some != before).any() for some, before in copies]
 
 
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+def _some_elements(optimizer: Optimizer) -> list[Tensor]:
+    """Views of parameters that a step may change; of those with gradients, unless a closure is yet to make these."""
+    parameters = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is None or float(rate) != 0.0:  # None: the optimizer finds one for itself
+            parameters += [p for p in group["params"] if p.numel()]
+    parameters = [p for p in parameters if p.grad is not None] or parameters
+    return [_thinned(p.detach()) for p in parameters[:: -(-len(parameters) // _TENSORS) or 1]]
 
 
-def _decode(text: torch.Tensor) -> Any:
-    return json.loads(text.numpy().tobytes())
+def _thinned(tensor: Tensor) -> Tensor:
+    """Elements at equal distances, at most `_ELEMENTS` in all."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    kept = int(_ELEMENTS ** (1 / max(1, local.dim())))
+    return local[tuple(slice(None, None, max(1, -(-size // kept))) for size in local.shape)]
 
 
 class Checkpointer:
@@ -162,7 +130,7 @@ class Checkpointer:
         config: settings; None: those of `settings`.
         about: plain values that are kept in each checkpoint as its config, for people.
         stop_signals: catch the signals by which schedulers announce the end (SIGTERM, SIGINT, SIGUSR1, SIGUSR2,
-            SIGXCPU), so that `step` can take the last checkpoint and tell the loop to end.
+            SIGXCPU), so that `step` can take the last checkpoint and end the loop.
         report: is given lines for people, on rank 0; None: to stderr.
         settings: fields of `CheckpointConfig`, such as ``every_steps=100, keep_last=3``.
 
@@ -188,9 +156,17 @@ class Checkpointer:
         self._report = report or partial(print, file=sys.stderr)
         self._training = TrainingState(model, optimizer, extra, self.peers.rank, self.peers.size)
         agreed(self.peers, self._training.collect)
-        self._saving = Saving(str(folder), self.config, self._training, self.peers, about or {}, self._say)
+        layout = f"{self.peers.size} ranks" if self.peers.size > 1 else "1"
+        run_config, report_line = about or {}, self._say
+        self._session = open_session(
+            str(folder), self.config, peers=self.peers, layout=layout, run_config=run_config, report=report_line
+        )
         self._stopping = Stopping(self.config, self.peers, os.environ, time.time(), catch=stop_signals)
         self._updates = Updates(self._training.optimizers.values(), self.before_update)
+        self._table: Table = {}  # of the tensors that the ranks agreed on
+        self._filled: list[int] = []
+        self._is_watched = False
+        self._is_fenced = False
         self._step = 0
         self._ended = True
         self._is_blank = False
@@ -202,7 +178,7 @@ class Checkpointer:
         return self._training.extra
 
     def add(self, *, model: Any = None, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
-        """Give what was not there yet when this was made; before `restore` and the first `step`."""
+        """Add what was not there yet when this was made; before `restore` and the first `step`."""
         self._training.add(model, optimizer, extra or {})
         agreed(self.peers, self._training.collect)
         self._updates.watch(self._training.optimizers.values())
@@ -212,7 +188,7 @@ class Checkpointer:
 
         All of the state is read and checked for this, so that `restore` does not find it damaged afterwards.
         """
-        return dict(look(self._saving.restore) or {})
+        return dict(look(self._restore) or {})
 
     @contextmanager
     def blank_weights(self) -> Iterator[bool]:
@@ -250,14 +226,15 @@ class Checkpointer:
         """
         self._training.require_any()
         strict = strict or self._is_blank
-        restored = put_back(self._saving.restore, self._training, self.peers, self._say, strict=strict)
+        restored = put_back(self._restore, self._training, self.peers, self._say, strict=strict)
         self._step = 0 if restored is None else restored.step
         say_restored(os.environ, self._step)
         if self._is_blank and not self._step:
             problem = "the state that was there when the model was made is gone or damaged, and its weights are blank"
             raise UserError(problem, cure="start again: without a state the model is made as ever")
         self._is_blank = False
-        self._ended = not self._saving.only_in_memory  # if no step follows, `close` has to make it durable
+        # What lies in the memory of hosts only, `close` has to make durable if no step follows.
+        self._ended = restored is None or not restored.only_in_memory
         return self._step
 
     def before_update(self) -> None:
@@ -265,7 +242,8 @@ class Checkpointer:
 
         Where all updates are made by ``step()`` of the optimizers given, they call it themselves.
         """
-        self._saving.fence()
+        self._is_fenced = True
+        self._session.fence()
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None, *, ending: bool = False) -> bool:
         """Optimizer step `step` (the first is 1) is done: take a snapshot if one is due.
@@ -287,9 +265,9 @@ class Checkpointer:
         self._training.require_any()
         if self._is_blank:
             raise UserError("the weights are blank: restore() was not called", cure="call it before the first step")
-        stop = self._stopping.agreed(self._saving.expected_durable_s)
+        stop = self._stopping.agreed(self._session.expected_durable_s)
         last = ending or bool(stop)
-        self._saving.after_step(step, stepped=self._updates.stepped, metrics=metrics or {}, ending=last)
+        self._take(step, metrics or {}, ending=last)
         self._step, self._ended = step, last
         if stop:
             self._say(f"{stop}: stopping after step {step}, whose checkpoint is durable")
@@ -299,11 +277,11 @@ class Checkpointer:
     def status(self) -> str:
         """What is durable, what is being written, and what storage can keep up with, in one line for people; this
         rank's knowledge."""
-        return self._saving.status
+        return self._session.status
 
     def changed(self) -> None:
         """Say, on all ranks, that tensors have come, gone or changed their shapes since the first step."""
-        self._saving.changed()
+        self._is_watched = False
 
     def close(self, *, failed: bool = False, last: bool = True) -> None:
         """End: the last step's checkpoint is durable when this returns.
@@ -313,12 +291,12 @@ class Checkpointer:
             last: False where the state is no longer that of the last step, so that it must not be saved as such.
         """
         if last and not failed and not self._ended:
-            self._saving.after_step(self._step, stepped=self._updates.stepped, metrics={}, ending=True)
+            self._take(self._step, {}, ending=True)
             self._ended = True
         self._is_closed = True
         self._updates.close()
         self._stopping.close()
-        self._saving.close(clean=not failed)
+        self._session.finish(clean=not failed)
         if not failed:
             leave(self.peers)
 
@@ -329,6 +307,43 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+    def _restore(self, wanted: Wanted) -> Restored | None:
+        return self._session.restore(wanted, strict=False)
+
+    def _take(self, step: int, metrics: Mapping[str, float], *, ending: bool) -> None:
+        """Take a snapshot if one is due; with `ending`, its checkpoint is durable when this returns."""
+        if self.peers.size == 1 and self._filled != self._training.filled():
+            self._is_watched = False  # a parameter was updated for the first time
+        if not self._is_watched:
+            self._watch()
+
+        def state() -> dict[str, Any]:
+            return self._training.plain(self._training.collect(), step)
+
+        self._session.after_step(step, state, stepped=self._updates.stepped, metrics=metrics, ending=ending)
+        if not ending:
+            self._session.ask(step + 1)
+
+    def _watch(self) -> None:
+        """Let the ranks agree on the tensors: only after a step has the optimizer all of its state."""
+        self._training.reserve(lambda room: self.peers.ask_highest(room)())
+        found = self._training.collect()
+        self._table, self._filled = found.table, self._training.filled()
+        # Beside a loop that does not call `before_update`, nothing is copied: it may change tensors at any time.
+        overlap = None if self._is_fenced else False
+        self._session.watch(self._present, found.shards, found.roles, overlap=overlap)
+        self._is_watched = True
+
+    def _present(self) -> dict[str, Tensor]:
+        """The tensors of this moment; UserError: they are not those that the ranks agreed on."""
+        found = self._training.collect()
+        if found.table != self._table:
+            names = sorted({name for name, _ in set(found.table.items()) ^ set(self._table.items())})
+            problem = f"{len(names)} tensors have come, gone or changed their shapes since the first step"
+            cure = "call changed() of the Checkpointer on all ranks after such a change"
+            raise UserError(problem, cure=cure, field=names[0])
+        return found.tensors
 
     def _next(self, step: int) -> int:
         """A step that may follow the one before."""
@@ -394,16 +409,18 @@ def restore_checkpoint(
     training.require_any()
     agreed(peers, training.collect)
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         if peers.rank == 0:
             print(line, file=sys.stderr)
 
+    report = report or print_line
+
     def take(wanted: Wanted) -> Restored | None:
         store = open_store(str(folder), config.storage_options)
-        told, verify = report or say, config.verify
-        return restore(wanted, keeper=None, store=store, report=told, peers=peers, strict=False, verify=verify)
+        options: dict[str, Any] = {"strict": False, "verify": config.verify}
+        return restore(wanted, keeper=None, store=store, report=report, peers=peers, **options)
 
-    restored = put_back(take, training, peers, report or say, strict=strict)
+    restored = put_back(take, training, peers, report, strict=strict)
     leave(peers)
     step = 0 if restored is None else restored.step
     if optimizer is not None:  # else it takes over weights, and goes on from nothing

@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,11 @@ class PhalanxCheckpointCallback(TrainerCallback):
     def resume(self) -> str | None:
         """For ``trainer.train(resume_from_checkpoint=…)``; None where there is nothing to resume from.
 
-        The folder that this names holds the trainer's state only: by it the Trainer knows how many batches to skip. The
-        weights are put in place when training begins, and the folder is removed then; else with this callback, or when
-        the process ends.
+        The folder that this names holds the trainer's state only: from it the Trainer knows how many batches to skip.
+        The weights are put in place when training begins, and the folder is removed then; else with this callback, or
+        when the process ends.
         """
-        self._end_what_was_broken_off()
+        self._end_interrupted_training()
         saved = self._checkpoints.look()
         state = saved.get("objects", {}).get(f"extra.{_STATE}")
         if state is None:
@@ -75,7 +75,12 @@ class PhalanxCheckpointCallback(TrainerCallback):
             names = [name.removeprefix("model.") for name in saved["tensors"] if name.startswith("model.")]
         else:
             names = list(self._model.state_dict())
-        _write_no_weights(folder, names)
+        # Weights in parts, none of which holds any, whose index yet names them all. The Trainer takes what an index
+        # names for loaded. Of weights that it misses it warns with an attribute that only the models of transformers
+        # have: `'…' object has no attribute '_keys_to_ignore_on_save'`.
+        save_file({}, folder / _NOTHING)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, _NOTHING)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         if hasattr(self._model, "peft_config"):  # of an adapted model the Trainer reads no weights in parts
             save_file({}, folder / "model.safetensors")
         return str(folder)
@@ -88,7 +93,7 @@ class PhalanxCheckpointCallback(TrainerCallback):
         """Everything is in place: take up the checkpoint, if there is one."""
         if not args.auto_find_batch_size:  # else the Trainer reads it again with each size that it tries
             self._remove_resume_folder()
-        self._end_what_was_broken_off()
+        self._end_interrupted_training()
         self._has_begun = True
         self._trainer_state.state = state
         optimizer = getattr(about["optimizer"], "optimizer", about["optimizer"])  # accelerate wraps it
@@ -150,7 +155,7 @@ class PhalanxCheckpointCallback(TrainerCallback):
         if self._awaits:
             self._take(state, control)
 
-    def _end_what_was_broken_off(self) -> None:
+    def _end_interrupted_training(self) -> None:
         """An error has ended the training before, and the Trainer begins anew, with steps of lower numbers."""
         if self._has_begun and self._made is not None:
             self._made.close(failed=True)
@@ -169,17 +174,6 @@ class PhalanxCheckpointCallback(TrainerCallback):
         self._generators = {}
 
 
-def _write_no_weights(folder: Path, names: Iterable[str]) -> None:
-    """Weights in parts, none of which holds any, whose index yet names them all.
-
-    The Trainer takes what an index names for loaded. Of weights that it misses it warns with an attribute that only the
-    models of transformers have: `'…' object has no attribute '_keys_to_ignore_on_save'`.
-    """
-    save_file({}, folder / _NOTHING)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, _NOTHING)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 class _TrainerState:
     """The trainer's state as something that is saved; the Trainer itself takes it up again."""
 
@@ -187,11 +181,7 @@ class _TrainerState:
         self.state: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As the Trainer writes it, made only when a checkpoint is taken."""
-        if self.state is None:
-            return {}
-        tree: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.state)))
-        return tree
+        return {} if self.state is None else dict(json.loads(json.dumps(dataclasses.asdict(self.state))))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing: see `PhalanxCheckpointCallback.resume`."""

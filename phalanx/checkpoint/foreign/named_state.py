@@ -46,7 +46,11 @@ def flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) in (tuple, torch.Size):
         return {_MARK: "tuple", "items": _flatten_items(value, path, tensors)}
     if isinstance(value, Mapping):
-        return _flatten_dict(value, path, tensors)
+        plain = all(type(key) is str and not key.startswith(_MARK) for key in value)
+        if plain and not isinstance(value, Counter):
+            return {key: flatten(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        items = [[_key_text(key, path), flatten(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+        return {_MARK: "Counter" if isinstance(value, Counter) else "dict", "items": items}
     raise UserError(
         f"is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold without pickling",
         cure="make it of tensors, numbers, strings, None, lists, tuples and dicts, or leave it out of the state",
@@ -55,11 +59,7 @@ def flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def rebuild(tree: Any, path: str, tensor: Callable[[str], Tensor]) -> Any:
-    """The reverse of `flatten`.
-
-    Args:
-        tensor: gives the tensor of a path.
-    """
+    """The reverse of `flatten`; `tensor` gives the tensor of a path."""
     if isinstance(tree, list):
         return [rebuild(item, f"{path}.{index}", tensor) for index, item in enumerate(tree)]
     if not isinstance(tree, dict):
@@ -100,14 +100,6 @@ def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor], mark: dict[str, 
 
 def _flatten_items(items: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
     return [flatten(item, f"{path}.{index}", tensors) for index, item in enumerate(items)]
-
-
-def _flatten_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
-    plain = all(type(key) is str and not key.startswith(_MARK) for key in value)
-    if plain and not isinstance(value, Counter):
-        return {key: flatten(item, f"{path}.{key}", tensors) for key, item in value.items()}
-    items = [[_key_text(key, path), flatten(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-    return {_MARK: "Counter" if isinstance(value, Counter) else "dict", "items": items}
 
 
 def _key_text(key: Any, path: str) -> Any:
@@ -210,11 +202,7 @@ def load(
     path: str,
     tensor: Callable[[str], Tensor],
 ) -> None:
-    """Put the state described by `tree` into `optimizer`.
-
-    Raises:
-        UserError: it has other groups of parameters than the one that was saved.
-    """
+    """Put the state described by `tree` into `optimizer`; UserError: its groups of parameters are others."""
     groups = rebuild(tree["groups"], f"{path}.groups", tensor)
     if len(groups) != len(optimizer.param_groups):
         problem = f"has {len(optimizer.param_groups)} parameter groups here and {len(groups)} in the checkpoint"
@@ -231,11 +219,7 @@ def load(
         for group, own in zip(groups, optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": counted})
-    _keep_dtypes(optimizer, parameters, state)
-
-
-def _keep_dtypes(optimizer: Optimizer, parameters: list[Tensor], state: Mapping[int, Any]) -> None:
-    """torch turns loaded state into the dtype of its parameter, which loses digits of fp32 state of bf16 parameters."""
+    # torch turns loaded state into the dtype of its parameter, which loses digits of fp32 state of bf16 parameters.
     for number, values in state.items():
         own = optimizer.state[parameters[number]]
         for key, value in values.items():
@@ -244,7 +228,7 @@ def _keep_dtypes(optimizer: Optimizer, parameters: list[Tensor], state: Mapping[
 
 
 def _like(parameter: Tensor | None, saved: Mapping[str, tuple[str, tuple[int, ...]]], key: str) -> Tensor:
-    dtype_name, shape = saved.get(key, ("float32", ()))  # what is missing is reported by whoever reads
+    dtype_name, shape = saved.get(key, ("float32", ()))  # what is missing is reported when it is read
     dtype = getattr(torch, dtype_name)
     if parameter is not None and tuple(parameter.shape) == shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)

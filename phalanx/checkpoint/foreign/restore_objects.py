@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +72,8 @@ _SHOWN = 8
 _CURE = "build the model and the extras as they were when it was saved, or give another folder to begin anew"
 
 
-class Restore(Protocol):
-    """What takes back the newest good state: a session, or storage alone."""
-
-    def __call__(self, wanted: Wanted) -> Restored | None:
-        """All ranks together; names on one side only are told, not refused. None: there is nothing good."""
-        ...
+Restore = Callable[[Wanted], "Restored | None"]
+"""Takes back the newest good state, from a session or storage alone; not strict. None: there is nothing good."""
 
 
 def look(restore: Restore) -> Any:
@@ -94,17 +90,10 @@ def look(restore: Restore) -> Any:
 def put_back(
     restore: Restore, training: TrainingState, peers: Peers, report: Callable[[str], None], *, strict: bool
 ) -> Restored | None:
-    """Put back the newest good state; None where there is none.
+    """Put back the newest good state; None where there is none. `strict` as of `Checkpointer.restore`.
 
     What to read depends on what was saved: of each state that is tried, first the JSON of this rank is read, where it
     has its own, then all the rest.
-
-    Args:
-        restore: takes it.
-        training: the objects.
-        peers: the ranks.
-        report: is given lines for people.
-        strict: see `phalanx.checkpoint.foreign.checkpointer.Checkpointer.restore`.
 
     Raises:
         UserError: it does not fit, or was written by something else; nothing is changed then.
@@ -113,7 +102,9 @@ def put_back(
 
     def wanted(opened: Opened) -> Targets:
         made.clear()
-        agreed(peers, partial(_require_ours, opened))
+        if not isinstance(opened.state, dict) or opened.state.get("format") != FORMAT:  # the same on all ranks
+            problem = f"the checkpoint of step {opened.step} was not written by this interface"
+            raise UserError(problem, cure="resume it with what wrote it, or give another folder")
         blob = training.blob_target(opened.state)
         if training.has_blobs(opened.state):
             opened.read(blob)
@@ -129,12 +120,6 @@ def put_back(
         if names:
             report(f"{len(names)} {what} not in the checkpoint, left as they were: {', '.join(names[:_SHOWN])}")
     return restored
-
-
-def _require_ours(opened: Opened) -> None:
-    if not isinstance(opened.state, dict) or opened.state.get("format") != FORMAT:
-        problem = f"the checkpoint of step {opened.step} was not written by this interface"
-        raise UserError(problem, cure="resume it with what wrote it, or give another folder")
 
 
 def _require_fit(step: int, training: TrainingState, strict: bool, differences: Differences) -> None:
@@ -156,13 +141,9 @@ class Putting:
     """Putting a saved state back, on one rank: `targets` are to be filled, then `finish` gives the objects their state.
 
     Args:
-        training: what is restored.
         state: rank 0's JSON.
         own: this rank's JSON, where it has its own; else empty.
-        strict: whether every object given must be in the checkpoint; else those that are not stay as they are.
-
-    Attributes:
-        left: objects that are not in the checkpoint.
+        strict: whether every object given must be in the checkpoint; else those that are not (`left`) stay as they are.
 
     Raises:
         UserError: an object is not in the checkpoint.
@@ -198,7 +179,13 @@ class Putting:
         for key, optimizer in self._there(training.optimizers).items():
             named_state.load(self.trees[key], optimizer, names, key, self._tensor)
         for path, value in self._there(self._values()).items():
-            self._put_extra(path, value)
+            saved = named_state.rebuild(self.trees[path], path, self._tensor)
+            if isinstance(value, Stateful):
+                value.load_state_dict(saved)
+            elif isinstance(value, Tensor):
+                overwrite(path, value, saved)
+            else:
+                self._training.extra[path.removeprefix("extra.")] = saved
         prefix = self._own("rng.")
         set_generators({n.removeprefix(prefix): t for n, t in self._read.items() if n.startswith(prefix)})
 
@@ -209,8 +196,10 @@ class Putting:
     def _fill(self) -> None:
         names = named_state.parameter_names(self._training.models)
         for key, model in self._there(self._modules()).items():
-            tensors, _ = model_tensors(key, model)
-            self._fill_model({f"{key}.{name}": tensor for name, tensor in tensors.items()})
+            tensors = {f"{key}.{name}": tensor for name, tensor in model_tensors(key, model)[0].items()}
+            indirect = {name: tensor for name, tensor in tensors.items() if is_indirect(tensor)}
+            self._indirect |= indirect
+            self._read |= tensors | {name: torch.empty_like(tensor) for name, tensor in indirect.items()}
             self._fresh(path for n, tree in self.trees[key].items() for path in named_state.paths(tree, f"{key}.{n}"))
         for key, optimizer in self._there(self._training.optimizers).items():
             self._read |= named_state.targets(self.table, self.trees[key], optimizer, names, key)
@@ -218,11 +207,6 @@ class Putting:
             self._fill_extra(path, value)
         if self._is_own:
             self._fresh(name for name in self.table if name.startswith(self._own("rng.")))
-
-    def _fill_model(self, tensors: Mapping[str, Tensor]) -> None:
-        self._indirect |= {name: tensor for name, tensor in tensors.items() if is_indirect(tensor)}
-        fresh = {name: torch.empty_like(tensor) for name, tensor in self._indirect.items() if name in tensors}
-        self._read |= {**tensors, **fresh}
 
     def _fill_extra(self, path: str, value: Any) -> None:
         shape = self.table.get(self._own(path), ("", ()))[1]
@@ -237,25 +221,12 @@ class Putting:
             else:
                 self._fresh([self._own(name)])
 
-    def _put_extra(self, path: str, value: Any) -> None:
-        saved = named_state.rebuild(self.trees[path], path, self._tensor)
-        if isinstance(value, Stateful):
-            value.load_state_dict(saved)
-        elif isinstance(value, Tensor):
-            overwrite(path, value, saved)
-        else:
-            self._training.extra[path.removeprefix("extra.")] = saved
-
     def _values(self) -> dict[str, Any]:
         extra = self._training.extra.items()
         return {f"extra.{name}": value for name, value in extra if not isinstance(value, nn.Module)}
 
     def _there(self, objects: Mapping[str, T]) -> dict[str, T]:
-        """Those of `objects` that are in the checkpoint.
-
-        Raises:
-            UserError: one is not, though all have to be.
-        """
+        """Those of `objects` that are in the checkpoint; UserError: one is not, though all have to be."""
         absent = [path for path in objects if path not in self.trees]
         if absent and self._strict:
             there = ", ".join(sorted(self.trees))

@@ -29,11 +29,16 @@ from phalanx.core.layout import Axis, Shard
 
 def generator_tensors() -> dict[str, Tensor]:
     """The state of torch's generators (of the host, and of the present CUDA device), numpy's and Python's."""
-    tensors = {"torch": torch.get_rng_state(), "python": _of_python()}
+    _, state, gauss = random.getstate()
+    of_python = torch.tensor([*state, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64)
+    tensors = {"torch": torch.get_rng_state(), "python": of_python}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    if _numpy_is_usual():
-        tensors["numpy"] = _of_numpy()
+    of_numpy: Any = np.random.get_state(legacy=False)
+    if of_numpy["bit_generator"] == "MT19937":  # the usual one; another has no such state
+        legacy: Any = np.random.get_state(legacy=True)
+        _, keys, position, has_gauss, gauss = legacy
+        tensors["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss, _bits(gauss)], dtype=torch.int64)
     return tensors
 
 
@@ -51,22 +56,6 @@ def set_generators(tensors: Mapping[str, Tensor]) -> None:
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _float(gauss)))
 
 
-def _of_python() -> Tensor:
-    _, state, gauss = random.getstate()
-    return torch.tensor([*state, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64)
-
-
-def _of_numpy() -> Tensor:
-    state: Any = np.random.get_state(legacy=True)
-    _, keys, position, has_gauss, gauss = state
-    return torch.tensor([*keys.tolist(), position, has_gauss, _bits(gauss)], dtype=torch.int64)
-
-
-def _numpy_is_usual() -> bool:
-    state: Any = np.random.get_state(legacy=False)
-    return bool(state["bit_generator"] == "MT19937")
-
-
 def _bits(value: float) -> int:
     (bits,) = struct.unpack("<q", struct.pack("<d", value))
     return int(bits)
@@ -78,11 +67,10 @@ def _float(bits: int) -> float:
 
 
 def placed(name: str, tensor: Tensor) -> tuple[Tensor, Shard | None]:
-    """The memory of a tensor on this rank, and what block of the whole it is; None for a tensor that is no DTensor.
+    """The memory of a tensor on this rank, and which block of the whole it is; None where it is not a DTensor.
 
     Raises:
-        UserError: it cannot be saved; it holds sums that are not complete, or its mesh has this rank not among its
-            ranks.
+        UserError: it cannot be saved, holds partial sums, or its mesh lacks this rank.
     """
     require_savable(name, tensor)
     if not isinstance(tensor, DTensor):
@@ -101,7 +89,7 @@ def placed(name: str, tensor: Tensor) -> tuple[Tensor, Shard | None]:
 
 
 def require_savable(name: str, tensor: Tensor) -> None:
-    """Raises UserError for a tensor that is not a plain block of memory with values, or whose name no file can hold."""
+    """Raise UserError for a tensor that is not a plain block of memory with values, or whose name no file can hold."""
     problem, cure = "", "keep plain tensors instead, or leave it out (register_buffer(…, persistent=False))"
     if tensor.is_meta:
         problem = "is on the meta device, where there are no values"
@@ -133,20 +121,16 @@ def overwrite(name: str, tensor: Tensor, saved: Tensor) -> None:
     own, new = tensor.detach(), saved
     for dim in _expanded(tensor):
         own, new = own.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
-    if own.shape != saved.shape and not _same_bytes(new.expand_as(saved), saved):
-        problem = (
-            "is expanded here, so that its elements share memory, and they have different values in the checkpoint"
-        )
-        raise UserError(problem, cure="make it a tensor of its own (contiguous())", field=name)
+    if own.shape != saved.shape:
+        as_bytes = [tensor.contiguous().view(torch.uint8) for tensor in (new.expand_as(saved), saved)]
+        if not torch.equal(*as_bytes):
+            problem = "is expanded here, so that its elements share memory, and has different values in the checkpoint"
+            raise UserError(problem, cure="make it a tensor of its own (contiguous())", field=name)
     own.copy_(new)
 
 
 def _expanded(tensor: Tensor) -> list[int]:
     return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (one, other)))
 
 
 Table = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -162,29 +146,19 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The state, of dicts, lists, tuples, tensors, arrays, numbers, strings and None."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Take up a state that `state_dict` gave."""
-        ...
 
 
 @dataclass
 class Collected:
-    """The state of one moment, as it is saved by this rank.
+    """The state of one moment, as it is saved by this rank."""
 
-    Attributes:
-        tensors: by name; the blocks held here.
-        shards: of those that are blocks of a whole.
-        roles: of those that are examined.
-        trees: JSON by object (``model``, ``optimizer``, ``extra.sampler``).
-        table: of `tensors`.
-    """
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    shards: dict[str, Shard] = field(default_factory=dict)
-    roles: dict[str, Role] = field(default_factory=dict)
-    trees: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by name; the blocks held here
+    shards: dict[str, Shard] = field(default_factory=dict)  # of those that are blocks of a whole
+    roles: dict[str, Role] = field(default_factory=dict)  # of those that are examined
+    trees: dict[str, Any] = field(default_factory=dict)  # JSON by object (model, optimizer, extra.sampler)
     table: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def add(self, tensors: Mapping[str, Tensor], role: Role = "other") -> None:
@@ -202,18 +176,8 @@ class Collected:
 
 
 class TrainingState:
-    """Models, optimizers and extras of a training loop.
-
-    Args:
-        model: a module, or several by name.
-        optimizer: an optimizer, or several by name; of the parameters of `model`.
-        extra: by name, anything with ``state_dict`` and ``load_state_dict``; tensors, which are restored in place; or
-            plain values, which are read from here when a checkpoint is taken and replaced when one is restored.
-        rank, world_size: of this process.
-
-    Raises:
-        UserError: something in it cannot be saved; names it.
-    """
+    """Models, optimizers and extras of a training loop, as `Checkpointer` takes them; UserError: something in it cannot
+    be saved."""
 
     def __init__(self, model: Any, optimizer: Any, extra: dict[str, Any] | None, rank: int, world_size: int) -> None:
         self.models: dict[str, nn.Module] = {}
@@ -224,12 +188,12 @@ class TrainingState:
         self._blob_bytes = 0
 
     def require_any(self) -> None:
-        """Raises UserError where nothing was given so far."""
+        """Raise UserError where nothing was given so far."""
         if not (self.models or self.optimizers or self.extra):
             raise UserError("nothing to save was given", cure="give model=, optimizer= or extra=")
 
     def add(self, model: Any, optimizer: Any, extra: Mapping[str, Any]) -> None:
-        """Take in what was not there yet when this was made; see the constructor."""
+        """Add what was not there yet when this was made."""
         self.models |= _named(model, "model", nn.Module)
         self.optimizers |= _named(optimizer, "optimizer", Optimizer)
         self.extra.update(extra)
@@ -250,7 +214,14 @@ class TrainingState:
             found.trees[key] = named_state.flatten(tree, key, tensors)
             found.add(tensors, "optimizer")
         for name, value in self.extra.items():
-            found.trees[f"extra.{name}"] = self._collect_extra(f"extra.{name}", value, found)
+            path = f"extra.{name}"
+            if isinstance(value, nn.Module):
+                found.trees[path] = _collect_model(path, value, found)
+                continue
+            own: dict[str, Tensor] = {}
+            plain = value.state_dict() if isinstance(value, Stateful) else value
+            found.trees[path] = named_state.flatten(plain, path, own)
+            found.add({n if isinstance(tensor, DTensor) else self._own(n): tensor for n, tensor in own.items()})
         found.add({self._own(f"rng.{name}"): tensor for name, tensor in generator_tensors().items()})
         if self.rank:
             found.add({f"rank.{self.rank}.json": self._blob(found)})
@@ -273,11 +244,8 @@ class TrainingState:
         }
 
     def reserve(self, highest: Callable[[int], int]) -> None:
-        """Fix how much room the JSON of a rank has, the same on all; called by all together.
-
-        Args:
-            highest: gives the highest of all ranks' numbers.
-        """
+        """Fix how much room the JSON of a rank has, the same on all; called by all together. `highest` gives the
+        highest of all ranks' numbers."""
         self._blob_bytes = 0
         needed = 2 * len(self._json(self.collect())) + _BLOB_STEP if self._world_size > 1 else 0
         self._blob_bytes = highest(-(-needed // _BLOB_STEP) * _BLOB_STEP)
@@ -294,14 +262,6 @@ class TrainingState:
 
     def _own(self, name: str) -> str:
         return f"rank.{self.rank}.{name}" if self.rank else name
-
-    def _collect_extra(self, path: str, value: Any, found: Collected) -> Any:
-        if isinstance(value, nn.Module):
-            return _collect_model(path, value, found)
-        own: dict[str, Tensor] = {}
-        tree = named_state.flatten(value.state_dict() if isinstance(value, Stateful) else value, path, own)
-        found.add({name if isinstance(tensor, DTensor) else self._own(name): tensor for name, tensor in own.items()})
-        return tree
 
     def _json(self, found: Collected) -> bytes:
         table = {name: [dtype, list(shape)] for name, (dtype, shape) in found.table.items()}
@@ -331,14 +291,8 @@ def _named(given: Any, key: str, kind: type) -> dict[str, Any]:
 
 
 def model_tensors(path: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a model by name, each once where several names share it, and what else its state dict has.
-
-    Args:
-        path: of the model, for messages.
-
-    Raises:
-        UserError: one of them cannot be saved.
-    """
+    """The tensors of a model by name, each once where several names share it, and what else its state dict has;
+    UserError, with `path`: one of them cannot be saved."""
     inner = named_state.unwrapped(model)
     if next(inner.parameters(), None) is None and not inner.state_dict():
         return {}, {}  # which torch takes for a mistake
@@ -357,7 +311,7 @@ def model_tensors(path: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[
 
 
 def load_rest(model: nn.Module, rest: Mapping[str, Any]) -> None:
-    """Put back what is not a tensor in the state dict of a model, whose tensors are restored already."""
+    """Put back what is not a tensor in the state dict of a model whose tensors are restored already."""
     if rest:
         inner = named_state.unwrapped(model)
         set_model_state_dict(inner, {**get_model_state_dict(inner), **rest})

@@ -2,7 +2,7 @@
 
 An evaluation comes after its checkpoint is durable, so it has a file of its own beside the manifest: whatever ends the
 process meanwhile costs the evaluation alone. The file is not a part of the checkpoint's checksums, and has one of its
-own: what is torn, or of another step, counts for nothing. Files are read in small blocks.
+own: what is torn, or of another step, is ignored.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 from phalanx.checkpoint.format import manifest as manifests
-from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest, plain
 from phalanx.core.files import StoreFailedError, open_regular, read_regular
 
-_MOST_BYTES = {"manifest.json": 4 << 30, "SHA256SUMS": 64 << 20, "evaluation.json": 1 << 20}
-_ELSE_BYTES = 1 << 30
+EVALUATION = "evaluation.json"
+
+SUSPECT = "suspect.json"
+"""Beside a checkpoint that is whole and was passed over: no rule of retention counts it as kept."""
+
+# A manifest has about 150 bytes for each chunk of a tensor: 4 GiB are enough for 2,200 tensors (weights and moments of
+# 80 layers) in 10,000 parts each, with the state of training. SHA256SUMS has at most 330 for each file: 64 MiB are
+# 200,000 files, two for each rank.
+_MOST_BYTES = {MANIFEST: 4 << 30, SUMS: 64 << 20, EVALUATION: 1 << 20}
+_PART_BYTES = 1 << 30  # records of a rank (part-0.json): 20 bytes for each run of its elements, and rank 0's state
 
 
 def most_bytes(file: str) -> int:
-    """How large a file can be that is read as a whole, bytes; what is larger was never written by anybody.
-
-    A manifest has about 150 bytes for each chunk of a tensor: 4 GiB are enough for 2,200 tensors (weights and moments
-    of 80 layers) in 10,000 parts each, with the state of training. ``SHA256SUMS`` has at most 330 for each file: 64 MiB
-    are 200,000 files, two for each rank. What is left are records of a rank (``part-0.json``): 20 bytes for each run of
-    its elements, and rank 0's state.
-    """
-    return _MOST_BYTES.get(file, _ELSE_BYTES)
+    """How large a file can be that is read as a whole, bytes; what is larger was never written by this program."""
+    return _MOST_BYTES.get(file, _PART_BYTES)
 
 
 class Span(NamedTuple):
@@ -53,46 +55,38 @@ class Files(Protocol):
     @property
     def name(self) -> str:
         """Of the checkpoint: the last part of `url`."""
-        ...
 
     @property
     def url(self) -> str:
         """Where it lies, for people."""
-        ...
 
     def identity(self) -> str:
         """Tells it from another that later bears its name; empty if it is gone."""
-        ...
 
     def read(self, file: str) -> bytes:
         """A small file; OddFileError: it is none, or larger than `most_bytes`."""
-        ...
 
     def open(self, file: str) -> BinaryIO:
         """A file for reading anywhere in it (`seek`, `readinto`); OddFileError: it is none."""
-        ...
 
     def size_bytes(self, file: str) -> int:
         """Length of a file; FileNotFoundError: it is not there, IsADirectoryError: it is not a file."""
-        ...
 
     def sizes(self) -> Mapping[str, int]:
-        """Length of every file, by name, from one look at all of them; empty if there are none."""
-        ...
+        """Length of every file, by name, from one listing; empty if there are none."""
 
     def ahead(self, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
-        """The same files, for reading in one thread, where that makes it faster with `spans` on their way already.
+        """The same files, for reading in one thread; where that is faster, `spans` are fetched ahead, in their order.
 
         Args:
-            spans: what will be read, best in that order.
+            spans: what will be read.
             sizes: of files that will be opened, so that storage need not be asked.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """Those in the folder at `path`."""
+    """The files in the folder at `path`; see `Files`."""
 
     path: Path
 
@@ -116,15 +110,15 @@ class FolderFiles:
 
     def read(self, file: str) -> bytes:
         """See `Files`."""
-        return read_regular(self.path / file, most_bytes(file))
+        return read_regular(self.path / plain(file), most_bytes(file))
 
     def open(self, file: str) -> BinaryIO:
         """See `Files`."""
-        return open_regular(self.path / file)
+        return open_regular(self.path / plain(file))
 
     def size_bytes(self, file: str) -> int:
         """See `Files`."""
-        path = self.path / file
+        path = self.path / plain(file)
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, "Is not a file", str(path))
@@ -150,17 +144,10 @@ def files_of(place: Path | Files) -> Files:
     return FolderFiles(place) if isinstance(place, Path) else place
 
 
-EVALUATION = "evaluation.json"
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """Of the checkpoint of `step`.
-
-    Attributes:
-        metrics: figures for keeping the best, besides those of the manifest.
-        state: JSON values that take the place of those of the same names in the checkpoint's state.
-    """
+    """Of the checkpoint of `step`: `metrics` to keep the best by, besides those of the manifest, and JSON values that
+    take the place of those of the same names in the checkpoint's `state`."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -168,24 +155,21 @@ class Evaluation:
 
     def to_bytes(self) -> bytes:
         """As JSON with a checksum of itself."""
-        tree = asdict(self)
-        return json.dumps(tree | {"sha256": _sum(tree)}, indent=1).encode() + b"\n"
+        return summed_json(asdict(self))
 
 
 def read_evaluation(files: Files, step: int, note: Callable[[str], None] = lambda _: None) -> Evaluation:
-    """What lies beside the checkpoint of `step`; one that says nothing where there is none, or a damaged one.
-
-    Raises:
-        StoreFailedError: whether there is one cannot be found out.
+    """The evaluation beside the checkpoint of `step`; an empty one where there is none, or a damaged one.
 
     Args:
-        files: of the checkpoint.
-        step: of it.
-        note: is given what is wrong with a damaged one.
+        note: called with what is wrong with a damaged one.
+
+    Raises:
+        StoreFailedError: the store does not say whether there is one.
     """
     try:
         tree = json.loads(files.read(EVALUATION))
-        if tree.pop("sha256") != _sum(tree):
+        if tree.pop("sha256") != json_sum(tree):
             raise ValueError("does not match its checksum")
         if tree["step"] != step:
             raise ValueError(f"is of step {tree['step']}")
@@ -202,30 +186,44 @@ def read_evaluation(files: Files, step: int, note: Callable[[str], None] = lambd
     return Evaluation(step)
 
 
-def _sum(tree: object) -> str:
+def is_suspect(files: Files) -> bool:
+    """Whether a checkpoint is marked as one that is not to be gone on from."""
+    try:
+        files.read(SUSPECT)
+    except OSError:
+        return False
+    return True
+
+
+def json_sum(tree: object) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-_STEP = re.compile(r"(?:[a-z]+-)?step-([0-9]{8,})(?![0-9])")  # also of those kept aside
-_BLOCK_BYTES = 4 << 20  # of an object store, each is a request
+def summed_json(tree: dict[str, Any]) -> bytes:
+    """A small JSON file with the checksum of its other fields in the field ``sha256``."""
+    return json.dumps(tree | {"sha256": json_sum(tree)}, indent=1).encode() + b"\n"
 
+
+_STEP = re.compile(r"(?:[a-z]+-)?step-([0-9]{8,})(?![0-9])")  # also of those kept aside
+_BLOCK_BYTES = 4 << 20  # each is a request to an object store
 
 Spare = Callable[[str, DamagedCheckpointError], None]
-"""Is given the name of a file that the tensors do without, and what is wrong with it."""
+"""Called with the name of a damaged file that the tensors do without, and the damage."""
 
 
 def examine(
     place: Path | Files, *, checksums: bool = True, manifest_sha256: str = "", spare: Spare | None = None
 ) -> Manifest:
-    """Read the manifest of the checkpoint at `place` and hold its files against it.
+    """Read the manifest of the checkpoint at `place` and check its files against it.
 
-    Its metrics are those of the evaluation that was made after it was written, too.
+    The metrics include those of an evaluation that was made after it was written.
 
     Args:
         place: the folder of one checkpoint, or its files.
         checksums: read and hash every byte; otherwise only names, sizes and the manifest itself are checked.
         manifest_sha256: what the manifest's checksum has to be, where that is known.
-        spare: told of damage to files that nothing is restored from; None: they count like all others.
+        spare: called for damage to files that nothing is restored from; None: they count like all others.
 
     Raises:
         DamagedCheckpointError: with the first thing found wrong.
@@ -245,23 +243,18 @@ def examine(
 
 
 def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | None = None) -> tuple[bytes, Manifest]:
-    """The manifest of a checkpoint, as it was written and decoded, held against names and sizes of the files.
+    """The manifest of a checkpoint, as it was written and decoded, checked against names and sizes of the files; args
+    and errors as of `examine`.
 
     ``SHA256SUMS`` is needed only where the checksum of the manifest is not known from elsewhere.
-
-    Args:
-        files: of the checkpoint.
-        manifest_sha256: what the manifest's checksum has to be, where that is known.
-        spare: see `examine`.
-
-    Raises:
-        DamagedCheckpointError, UserError, StoreFailedError: as `examine`.
     """
-    content = _read(files, MANIFEST)
+    with _damage(files, MANIFEST):
+        content = files.read(MANIFEST)
     digest = hashlib.sha256(content).hexdigest()
     is_known = spare is not None and digest == manifest_sha256
     try:
-        sums = _read(files, SUMS)
+        with _damage(files, SUMS):
+            sums = files.read(SUMS)
         if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
             raise DamagedCheckpointError(files.url, f"{MANIFEST} does not match its checksum in {SUMS}")
         if manifest_sha256 not in ("", digest):
@@ -278,13 +271,23 @@ def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | Non
     if named is not None and int(named[1]) != manifest.step:
         problem = f"{MANIFEST} is of step {manifest.step}, and the name says {int(named[1])}"
         raise DamagedCheckpointError(files.url, problem)
-    _check_sizes(files, manifest, spare)
+    try:
+        sizes = files.sizes()
+    except OSError:  # it may be forbidden to list them
+        sizes = {}
+    for file in manifest.files:
+        if sizes.get(file.name) != file.size_bytes:  # only what does not fit the listing is asked for by its name
+            with _sparing(manifest, file.name, spare), _damage(files, file.name):
+                size_bytes = files.size_bytes(file.name)
+                if size_bytes != file.size_bytes:
+                    problem = f"{file.name} has {size_bytes} of its {file.size_bytes} bytes"
+                    raise DamagedCheckpointError(files.url, problem)
     return content, manifest
 
 
 @contextmanager
 def _sparing(manifest: Manifest, file: str, spare: Spare | None) -> Iterator[None]:
-    """Damage to a file without tensors is told, if there is somebody to tell it to."""
+    """Report damage to a file without tensors to `spare`, and go on."""
     try:
         yield
     except DamagedCheckpointError as damage:
@@ -301,62 +304,23 @@ def check_file(place: Path | Files, file: FileEntry) -> None:
         StoreFailedError: the store does not give it.
     """
     files = files_of(place)
-    try:
-        digest = _digest(files, file.name)
-    except StoreFailedError:
-        raise
-    except OSError as error:
-        raise DamagedCheckpointError(files.url, f"{file.name} cannot be read ({_cause(error)})") from None
-    if digest != file.sha256:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+    with _damage(files, file.name, absent="cannot be read"), files.open(file.name) as stream:
+        while count := cast(io.BufferedReader, stream).readinto(block):
+            digest.update(block[:count])
+    if digest.hexdigest() != file.sha256:
         raise DamagedCheckpointError(files.url, f"{file.name} does not match its checksum")
 
 
-def _digest(files: Files, name: str) -> str:
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
-    with files.open(name) as stream:
-        while count := cast(io.BufferedReader, stream).readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
-
-
-def _check_sizes(files: Files, manifest: Manifest, spare: Spare | None) -> None:
-    """Hold the files against one listing; only what is not right there is asked for by its name."""
+@contextmanager
+def _damage(files: Files, name: str, absent: str = "is missing") -> Iterator[None]:
+    """What keeps the block from a file is damage of the checkpoint, but for failures of the store."""
     try:
-        sizes = files.sizes()
-    except OSError:  # it may be forbidden to list them
-        sizes = {}
-    for file in manifest.files:
-        if sizes.get(file.name) != file.size_bytes:
-            with _sparing(manifest, file.name, spare):
-                _check_size(files, file)
-
-
-def _check_size(files: Files, file: FileEntry) -> None:
-    try:
-        size_bytes = files.size_bytes(file.name)
-    except IsADirectoryError:
-        raise DamagedCheckpointError(files.url, f"{file.name} is not a file") from None
+        yield
     except StoreFailedError:
         raise
     except OSError as error:
-        raise DamagedCheckpointError(files.url, f"{file.name} {_missing(error)}") from None
-    if size_bytes != file.size_bytes:
-        raise DamagedCheckpointError(files.url, f"{file.name} has {size_bytes} of its {file.size_bytes} bytes")
-
-
-def _read(files: Files, name: str) -> bytes:
-    try:
-        return files.read(name)
-    except StoreFailedError:
-        raise
-    except OSError as error:
-        raise DamagedCheckpointError(files.url, f"{name} {_missing(error)}") from None
-
-
-def _missing(error: OSError) -> str:
-    absent = isinstance(error, FileNotFoundError | NotADirectoryError)
-    return f"is missing ({_cause(error)})" if absent else f"cannot be read ({_cause(error)})"
-
-
-def _cause(error: OSError) -> str:
-    return error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
+        what = absent if isinstance(error, FileNotFoundError | NotADirectoryError) else "cannot be read"
+        cause = error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
+        problem = f"{name} is not a file" if isinstance(error, IsADirectoryError) else f"{name} {what} ({cause})"
+        raise DamagedCheckpointError(files.url, problem) from None

@@ -12,13 +12,12 @@ archive can be read without the rest.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import struct
 import sys
 import zipfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, cast
@@ -38,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.manifest import TensorEntry
+from phalanx.checkpoint.format.run_sums import SeekableFile
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 
@@ -51,28 +51,27 @@ class Block:
 
 
 def held(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Block]:
-    """The blocks of `tensors`: those in `shards` as said there, DTensors as they say themselves, others whole.
+    """The blocks of `tensors`: by `shards` where they are there, DTensors by their own placement, others whole.
 
     Raises:
         ValueError: a shard does not have the size of its tensor.
     """
-    return {name: _block(name, tensor.detach(), shards.get(name)) for name, tensor in tensors.items()}
+    blocks: dict[str, Block] = {}
+    for name, tensor in ((name, tensor.detach()) for name, tensor in tensors.items()):
+        shape, shard = tuple(tensor.shape), shards.get(name)
+        if shard is None and isinstance(tensor, DTensor):
+            [box] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            blocks[name] = Block(tensor.to_local(), Shard(shape, tuple(box.offsets), tuple(box.sizes)))
+        elif shard is None:
+            blocks[name] = Block(tensor, Shard.whole(shape))
+        elif shape != shard.sizes:
+            raise ValueError(f"{name} has shape {shape} in memory, but its shard has {shard.sizes}")
+        else:
+            blocks[name] = Block(tensor, shard)
+    return blocks
 
 
-def _block(name: str, tensor: Tensor, shard: Shard | None) -> Block:
-    if shard is None and isinstance(tensor, DTensor):
-        [box] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return Block(tensor.to_local(), Shard(tuple(tensor.shape), tuple(box.offsets), tuple(box.sizes)))
-    if shard is None:
-        return Block(tensor, Shard.whole(tuple(tensor.shape)))
-    if tuple(tensor.shape) != shard.sizes:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} in memory, but its shard has {shard.sizes}")
-    return Block(tensor, shard)
-
-
-SLAB_BYTES = 1 << 25
-"""How much is read at a time where the elements cannot go straight to their place."""
-
+SLAB_BYTES = 1 << 25  # read at a time where the elements cannot go straight to their place
 _SMALL_BYTES = 1 << 18  # below this, reading all of an archive costs less than looking into it
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field (APPNOTE.TXT 4.3.7)
 
@@ -100,11 +99,14 @@ def read_box(
     shape, dtype = stored
     data = None
     if shape and place[1] > _SMALL_BYTES:
+        # Loaded without its elements, to see whether they lie in the file simply in order.
         described = _load(view, "meta", shape, dtype)
-        data = _elements(view, described.nbytes) if _in_order(described) else None
+        is_all = described.untyped_storage().nbytes() == described.nbytes and described.storage_offset() == 0
+        if is_all and described.is_contiguous() and not described.is_conj():
+            data = _elements(view, described.nbytes)
     if data is None:
         view.seek(0)
-        out.copy_(_narrow(_load(view, "cpu", shape, dtype), start, out.shape))
+        out.copy_(narrow(_load(view, "cpu", shape, dtype), start, out.shape))
     else:
         read_rows(file, place[0] + data, stored, start, out)
 
@@ -131,11 +133,9 @@ def read_spans(
 
 
 def require_stored(view: BinaryIO) -> None:
-    """See that nothing in an archive is packed, as torch never does it: what is would take memory that the file does
-    not account for.
+    """Raise ValueError where something in an archive is packed, and zipfile.BadZipFile where it is not an archive.
 
-    Raises:
-        ValueError: something is. zipfile.BadZipFile: it is not an archive.
+    torch never packs, and what is packed would take memory that the file does not account for.
     """
     with zipfile.ZipFile(view) as archive:
         for entry in archive.infolist():
@@ -144,33 +144,17 @@ def require_stored(view: BinaryIO) -> None:
     view.seek(0)
 
 
-class _Slice(io.RawIOBase):
+class _Slice(SeekableFile):
     """Part of a file as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError(errno.EINVAL, "before the beginning of an archive")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
+        super().__init__(length)
+        self._file, self._offset = file, offset
 
     def readinto(self, buffer: Buffer) -> int:
-        target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._offset + self._at)
-        count = cast(io.BufferedReader, self._file).readinto(target)
-        self._at += count
+        self._file.seek(self._offset + self.at)
+        count = cast(io.BufferedReader, self._file).readinto(self.left(buffer))
+        self.at += count
         return count
 
 
@@ -179,11 +163,6 @@ def _load(view: BinaryIO, device: str, shape: Sequence[int], dtype: torch.dtype)
     if not isinstance(tensor, Tensor) or list(tensor.shape) != list(shape) or tensor.dtype != dtype:
         raise ValueError(f"an archive does not hold a {dtype} tensor of shape {list(shape)}")
     return tensor.detach()
-
-
-def _in_order(tensor: Tensor) -> bool:
-    is_all = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor.is_contiguous() and tensor.storage_offset() == 0 and is_all and not tensor.is_conj()
 
 
 def _elements(view: BinaryIO, length: int) -> int | None:
@@ -206,11 +185,8 @@ def _elements(view: BinaryIO, length: int) -> int | None:
 def read_rows(
     file: BinaryIO, position: int, stored: tuple[Sequence[int], torch.dtype], start: Sequence[int], out: Tensor
 ) -> None:
-    """As `read_box`, where the elements of a tensor of at least one dimension lie in order from `position` on.
-
-    Raises:
-        ValueError: the file ends too early.
-    """
+    """As `read_box`, where the elements of a tensor of at least one dimension lie in order from `position` on;
+    ValueError: the file ends too early."""
     shape, dtype = torch.Size(stored[0]), stored[1]
     row_bytes = dtype.itemsize * shape[1:].numel()
     file.seek(position + start[0] * row_bytes)
@@ -224,7 +200,7 @@ def read_rows(
         target = out[first : first + rows]
         part = slab[: target.shape[0]]
         _read_into(file, part)
-        target.copy_(_narrow(part, (0, *start[1:]), target.shape))
+        target.copy_(narrow(part, (0, *start[1:]), target.shape))
 
 
 def _read_into(file: BinaryIO, tensor: Tensor) -> None:
@@ -236,7 +212,8 @@ def _read_into(file: BinaryIO, tensor: Tensor) -> None:
         left = left[count:]
 
 
-def _narrow(tensor: Tensor, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def narrow(tensor: Tensor, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The box of `sizes` at `start` of a tensor, as a view."""
     for dimension, (first, size) in enumerate(zip(start, sizes, strict=True)):
         tensor = tensor.narrow(dimension, first, size)
     return tensor
@@ -249,13 +226,18 @@ _INDEX_BYTES = 512  # of one chunk in the two indexes together
 
 def index_bytes(tensors: Mapping[str, TensorEntry]) -> bytes:
     """The bytes of ``.metadata`` of a checkpoint with these tensors."""
+    described: dict[str, Any] = {}
+    places: list[WriteResult] = []
+    for name, entry in tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+        properties = TensorProperties(dtype=torch_dtype(entry.dtype))
+        described[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        for chunk in entry.chunks:
+            place = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+            places.append(WriteResult(MetadataIndex(name, chunk.offsets), chunk.length, place))
     writer = FileSystemWriter("", sync_files=False)
     writer.fs = memory = _MemoryFileSystem()
-    metadata = Metadata(
-        state_dict_metadata={name: _storage_metadata(entry) for name, entry in tensors.items()},
-        planner_data={name: (name,) for name in tensors},
-    )
-    writer.finish(metadata, [list(_places(tensors))])
+    writer.finish(Metadata(described, planner_data={name: (name,) for name in tensors}), [places])
     return memory.content.getvalue()
 
 
@@ -271,27 +253,11 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called `name` (``bfloat16``).
-
-    Raises:
-        UserError: torch has none of that name.
-    """
+    """The dtype called `name` (``bfloat16``); UserError: torch has none of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"{name!r} is no dtype of torch {torch.__version__}", cure="use the torch it was written with")
     return dtype
-
-
-def _storage_metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(entry.dtype)), torch.Size(entry.shape), chunks)
-
-
-def _places(tensors: Mapping[str, TensorEntry]) -> Iterator[WriteResult]:
-    for name, entry in tensors.items():
-        for chunk in entry.chunks:
-            place = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-            yield WriteResult(MetadataIndex(name, chunk.offsets), chunk.length, place)
 
 
 class _MemoryFileSystem(FileSystem):
@@ -317,21 +283,15 @@ class SavedTensor(Protocol):
     @property
     def dtype(self) -> str:
         """Such as ``float32``."""
-        ...
 
     @property
     def shape(self) -> Sequence[int]:
         """Of the whole tensor."""
-        ...
 
 
 def misfits(name: str, saved: SavedTensor, block: Block, *, cast: bool, there: str = "there") -> list[str]:
-    """What keeps `saved` from being read into `block`; empty: nothing.
-
-    Args:
-        cast: dtypes may differ.
-        there: how to call the place where it was saved.
-    """
+    """What keeps `saved` from being read into `block`; with `cast`, dtypes may differ. Messages call the place where it
+    was saved `there`."""
     shape = tuple(saved.shape)
     if block.shard.shape != shape:
         return [f"{name} has shape {block.shard.shape} here and {shape} {there}"]

@@ -35,12 +35,10 @@ class Box(Protocol):
     @property
     def offsets(self) -> Sequence[int]:
         """First index in every dimension."""
-        ...
 
     @property
     def sizes(self) -> Sequence[int]:
         """Number of indices in every dimension."""
-        ...
 
 
 B = TypeVar("B", bound=Box)
@@ -100,9 +98,25 @@ def written(box: Box) -> str:
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 Count = Annotated[int, Field(ge=0)]
+
+
+def is_plain_name(file: object) -> bool:
+    """Whether this can be the name of a file of a checkpoint: no path, nothing that dots hide."""
+    return isinstance(file, str) and re.fullmatch("[A-Za-z0-9_.-]+", file) is not None and file not in (".", "..")
+
+
+def plain(file: str) -> str:
+    """`file`; ValueError if it cannot be the name of a file of a checkpoint."""
+    if not is_plain_name(file):
+        raise ValueError(f"{file!r} is no plain file name")
+    return file
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, or its type where it has no message; libraries append stack traces and hints."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class DamagedCheckpointError(UserError):
@@ -118,19 +132,12 @@ class DamagedCheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Meta:
-    """Where a checkpoint comes from.
+    """Where a checkpoint comes from."""
 
-    Attributes:
-        config: the resolved config of the run, as plain JSON values.
-        attempt: number of the attempt (restart) of the run that wrote it, from 1.
-        metrics: figures for keeping the best, such as ``{"validation_loss": 3.1}``.
-        layout: of the ranks that wrote it, such as ``pp2·dp2·tp2``; for people.
-    """
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-    attempt: int = 1
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    layout: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)  # the resolved config of the run, as plain JSON values
+    attempt: int = 1  # number of the attempt (restart) of the run that wrote it, from 1
+    metrics: Mapping[str, float] = field(default_factory=dict)  # to keep the best by, such as {"validation_loss": 3.1}
+    layout: str = ""  # of the ranks that wrote it, such as pp2·dp2·tp2; for people
 
 
 class _Part(BaseModel):
@@ -184,7 +191,7 @@ class FileEntry(_Part):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> FileEntry:
-        if not _PLAIN_NAME.fullmatch(self.name) or self.name in (".", "..", MANIFEST, SUMS):
+        if not is_plain_name(self.name) or self.name in (MANIFEST, SUMS):
             raise ValueError(f"{self.name!r} is no name of a file of a checkpoint")
         return self
 
@@ -241,10 +248,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes, path: Path | str) -> Manifest:
-    """Read the bytes of ``manifest.json`` of the checkpoint at `path`.
+    """The manifest in the bytes of ``manifest.json`` of the checkpoint at `path`.
 
     Raises:
-        DamagedCheckpointError: it is no JSON, or says things that cannot be.
+        DamagedCheckpointError: it is not JSON, or says things that cannot be.
         UserError: it was written by a later version of this program.
     """
     try:
@@ -260,9 +267,8 @@ def decode(content: bytes, path: Path | str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise DamagedCheckpointError(
-            path, f"{MANIFEST}: {where}: {first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        problem = first["msg"].removeprefix("Value error, ")
+        raise DamagedCheckpointError(path, f"{MANIFEST}: {where}: {problem}") from None
 
 
 def _line(value: Any) -> str:
@@ -281,11 +287,8 @@ def config_sha256(config: Mapping[str, Any]) -> str:
 
 
 def check_state(value: Any, where: str = "state") -> None:
-    """Refuse what JSON would silently change (keys that are no strings) or cannot hold.
-
-    Raises:
-        TypeError: naming the place. Tuples are accepted and come back as lists.
-    """
+    """Raise TypeError, naming the place, for what JSON would silently change (keys other than strings) or cannot hold;
+    tuples are accepted and come back as lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -2,7 +2,7 @@
 
 Such a folder has no checksums and no list of its files: what can be checked is that every chunk lies within its file
 and is an archive of the tensor that the index says. Nothing is unpickled, see
-`phalanx.checkpoint.format.plain_dcp_index`; what is no tensor is read with torch's ``weights_only``.
+`phalanx.checkpoint.format.plain_dcp_index`; what is not a tensor is read with torch's ``weights_only``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from torch import Tensor
 
 from phalanx.checkpoint.format.checkpoint_files import Files, files_of
 from phalanx.checkpoint.format.dcp import held, misfits, require_stored, torch_dtype
-from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry
+from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry, first_line
 from phalanx.checkpoint.format.plain_dcp_index import PLAIN_INDEX, PlainIndex, decode_index
 from phalanx.checkpoint.format.stored_tensors import Reader
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 
 _SHOWN = 8
-_LARGEST_OTHER_BYTES = 1 << 28
-"""What is no tensor and yet larger than this is not read: it would be taken into memory whole."""
+_LARGEST_OTHER_BYTES = 1 << 28  # what is not a tensor is read whole, so what is larger is not read
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class PlainCheckpoint:
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """What there is, by flattened name."""
+        """By flattened name."""
         return self.index.tensors
 
     @cached_property
@@ -49,12 +48,12 @@ class PlainCheckpoint:
             try:
                 values[name] = self._value(place)
             except Exception as error:
-                problems[name] = _first_line(error)
+                problems[name] = first_line(error)
         return values, problems
 
     @property
     def other(self) -> Mapping[str, Any]:
-        """What is no tensor (schedules, counters …), as far as it can be read without unpickling."""
+        """What is not a tensor (schedules, counters …), as far as it can be read without unpickling."""
         return self._others[0]
 
     @property
@@ -78,7 +77,7 @@ class PlainCheckpoint:
 
         Args:
             tensors: by flattened name.
-            shards: which block of its tensor each is; DTensors say so themselves, others not named here are whole.
+            shards: which block of its tensor each is; DTensors carry theirs, others not named here are whole.
             strict: every one of `tensors` must be there (others may be there besides).
             cast: convert where the dtypes differ instead of refusing.
 
@@ -138,9 +137,6 @@ def is_plain(path: Path) -> bool:
 def open_plain(place: Path | Files) -> PlainCheckpoint:
     """Open the checkpoint that plain DCP wrote, such as torchtitan's ``checkpoint/step-1000``.
 
-    Args:
-        place: its folder, or its files.
-
     Raises:
         UserError: there is none, or its index names what it must not, see `decode_index`.
         DamagedCheckpointError: the index cannot be read, or its files are not as long as it says.
@@ -152,11 +148,6 @@ def open_plain(place: Path | Files) -> PlainCheckpoint:
         cure = "give the folder that holds .metadata and the .distcp files"
         raise UserError(f"its {PLAIN_INDEX} cannot be read ({_cause(error)})", cure=cure, field=files.url) from None
     index = decode_index(content, files.url)
-    _require_files(files, index)
-    return PlainCheckpoint(files, index)
-
-
-def _require_files(files: Files, index: PlainIndex) -> None:
     ends: dict[str, int] = {}
     for chunk in [*index.others.values(), *(c for entry in index.tensors.values() for c in entry.chunks)]:
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
@@ -167,15 +158,12 @@ def _require_files(files: Files, index: PlainIndex) -> None:
             raise DamagedCheckpointError(files.url, f"{file} is missing ({_cause(error)})") from None
         if there < end:
             raise DamagedCheckpointError(files.url, f"{file} has {there} of at least {end} bytes")
+    return PlainCheckpoint(files, index)
 
 
 def _cause(error: OSError) -> str:
-    return error.strerror or _first_line(error)
+    return error.strerror or first_line(error)
 
 
 def _first_place(entry: TensorEntry) -> tuple[str, int]:
     return min(((chunk.file, chunk.offset) for chunk in entry.chunks), default=("", 0))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -13,7 +13,6 @@ process. Here memory is taken for what is in the file, keys are names and number
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,34 +22,28 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry
+from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry, first_line, is_plain_name
 from phalanx.core.errors import UserError
 
 _MOST_LONG_BYTES = 9  # an unsigned number of 64 bits with its sign
 
 
 class Inert:
-    """What a pickle says of an object; nothing is done with it.
+    """An object in a pickle, as data: the name of its class (`kind`), arguments and state."""
 
-    Attributes:
-        kind: the name of its class.
-        given: what it was made of.
-        told: its state.
-    """
+    __slots__ = ("arguments", "kind", "state")
 
-    __slots__ = ("given", "kind", "told")
+    def __init__(self, kind: str, arguments: tuple[Any, ...]) -> None:
+        self.kind, self.arguments, self.state = kind, arguments, None
 
-    def __init__(self, kind: str, given: tuple[Any, ...]) -> None:
-        self.kind, self.given, self.told = kind, given, None
-
-    told: Any
+    state: Any
 
     def attribute(self, name: str) -> Any:
         """What a dataclass' field was; None where it was not written."""
-        return self.told.get(name) if isinstance(self.told, dict) else None
+        return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class Kind(str):
+class InertClass(str):
     """A class that may have instances; the name is its own."""
 
     __slots__ = ()
@@ -61,15 +54,12 @@ class NotInertError(ValueError):
 
 
 Find = Callable[[str, str], Any]
-"""What a module's name stands for: a `Kind`, or a value; raises what should end the reading."""
+"""What a module's name stands for: a `InertClass`, or a value; raises what should end the reading."""
 
 
 def load(content: bytes, find: Find) -> Any:
-    """The one value in a pickle of protocol 2 to 5.
-
-    Raises:
-        NotInertError: it is no such pickle. Besides: what `find` raises.
-    """
+    """The one value in a pickle of protocol 2 to 5; NotInertError: it is not such a pickle. Besides: what `find`
+    raises."""
     reader = _Reader(content, find)
     try:
         return reader.run()
@@ -77,15 +67,12 @@ def load(content: bytes, find: Find) -> Any:
         raise NotInertError(f"byte {reader.at}: {type(error).__name__}") from None
 
 
-_Marked = list[Any]
-
-
 class _Reader:
     def __init__(self, content: bytes, find: Find) -> None:
         self._content, self._find = content, find
         self.at = 0
         self._stack: list[Any] = []
-        self._marked: list[_Marked] = []
+        self._marked: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
@@ -103,8 +90,6 @@ class _Reader:
                 raise NotInertError(f"byte {self.at - 1}: {bytes([code])!r} is nothing that an index needs")
             step(self)
         raise NotInertError("it ends before its end")
-
-    # Parts of the file
 
     def _take(self, length: int) -> bytes:
         first = self.at
@@ -125,8 +110,6 @@ class _Reader:
         line = self._content[self.at : end].decode()
         self.at = end + 1
         return line
-
-    # Values
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
@@ -190,8 +173,6 @@ class _Reader:
     def recall(self, number: int) -> None:
         self._stack.append(self._memo[number])
 
-    # Names and instances
-
     def named(self, module: Any, name: Any) -> None:
         if not (type(module) is str and type(name) is str):
             raise NotInertError(f"byte {self.at}: a name that is none")
@@ -201,26 +182,21 @@ class _Reader:
         for _ in range(more):
             if self._stack.pop():
                 raise NotInertError(f"byte {self.at}: arguments by name")
-        given, kind = self._stack.pop(), self._stack.pop()
-        if not (isinstance(kind, Kind) and type(given) is tuple):
+        arguments, kind = self._stack.pop(), self._stack.pop()
+        if not (isinstance(kind, InertClass) and type(arguments) is tuple):
             raise NotInertError(f"byte {self.at}: something is called that is no class of an index")
-        self._stack.append(Inert(str(kind), given))
+        self._stack.append(Inert(str(kind), arguments))
 
     def build(self) -> None:
-        told, target = self._stack.pop(), self._stack[-1]
+        state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, Inert):
             raise NotInertError(f"byte {self.at}: a state for what has none")
-        target.told = told
+        target.state = state
 
 
 _U1, _U2, _U4, _U8 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _I4 = struct.Struct("<i")
 _STOP = ord(".")
-
-
-def _pop_named(reader: _Reader) -> None:
-    name, module = reader._stack.pop(), reader._stack.pop()
-    reader.named(module, name)
 
 
 _STEPS: dict[int, Callable[[_Reader], Any]] = {
@@ -258,7 +234,7 @@ _STEPS: dict[int, Callable[[_Reader], Any]] = {
         "h": lambda r: r.recall(r._number(_U1)),
         "j": lambda r: r.recall(r._number(_U4)),
         "c": lambda r: r.named(r._line(), r._line()),
-        "\x93": _pop_named,
+        "\x93": lambda r: r.named(r._stack.pop(-2), r._stack.pop()),
         "R": _Reader.make,
         "\x81": _Reader.make,
         "\x92": lambda r: r.make(1),
@@ -268,8 +244,6 @@ _STEPS: dict[int, Callable[[_Reader], Any]] = {
 
 
 PLAIN_INDEX = ".metadata"
-"""The file's name."""
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.3
 _PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "PurePath")
@@ -292,16 +266,14 @@ _CLASSES = {
     **{(module, name): "Path" for module in ("pathlib", "pathlib._local") for name in _PATHS},  # StorageMeta's place
 }
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-
 
 @dataclass(frozen=True)
 class PlainIndex:
-    """What ``.metadata`` says.
+    """The contents of ``.metadata``.
 
     Attributes:
         tensors: by flattened name (``optimizer.state.layers.0.weight.exp_avg``).
-        others: where what is no tensor lies, by flattened name: a chunk without dimensions.
+        others: where what is not a tensor lies, by flattened name: a chunk without dimensions.
         paths: keys and positions that lead to each name in the nested state that was saved.
     """
 
@@ -322,9 +294,8 @@ def decode_index(content: bytes, path: Path | str) -> PlainIndex:
         return _index(load(content, partial(_find, path)), path)
     except UserError:
         raise
-    except Exception as error:  # whatever a damaged file makes of who reads it
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise DamagedCheckpointError(path, f"{PLAIN_INDEX} cannot be read ({reason})") from None
+    except Exception as error:  # a damaged file can raise anything
+        raise DamagedCheckpointError(path, f"{PLAIN_INDEX} cannot be read ({first_line(error)})") from None
 
 
 class _Named(str):
@@ -333,10 +304,10 @@ class _Named(str):
     __slots__ = ()
 
 
-def _find(path: Path | str, module: str, name: str) -> Kind | _Named:
+def _find(path: Path | str, module: str, name: str) -> InertClass | _Named:
     kind = _CLASSES.get((module, name))
     if kind is not None:
-        return Kind(kind)
+        return InertClass(kind)
     if module == "torch" and name in _DTYPES:
         return _Named(name)
     culprit = f"{module}.{name}"[:100]
@@ -374,9 +345,8 @@ def _places(table: dict[Any, Any], path: Path | str) -> _Places:
             problem = f"{name} was compressed on the way to its file, which is not read here"
             raise UserError(problem, cure="load and save it with torch once, without extensions", field=str(path))
         file, start, length = (info.attribute(key) for key in ("relative_path", "offset", "length"))
-        plain = isinstance(file, str) and _PLAIN_NAME.fullmatch(file) and file not in (".", "..")
         named = file[:80] if isinstance(file, str) else type(file).__name__  # it may hold itself, many times over
-        _require(plain, f"names {named!r}, which is no file of this folder")
+        _require(is_plain_name(file), f"names {named!r}, which is no file of this folder")
         _require(type(start) is int and type(length) is int, f"says of {name} no place in a file")
         found[name, None if offset is None else _size(offset)] = (file, start, length)
     return found
@@ -402,20 +372,20 @@ def _tensor(name: str, entry: Any, where: _Places, path: Path | str) -> TensorEn
         tree = {"dtype": dtype, "shape": list(_size(entry.attribute("size"))), "chunks": chunks}
         return TensorEntry.model_validate(tree)
     except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise DamagedCheckpointError(path, f"{PLAIN_INDEX}: {name}: {said}") from None
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise DamagedCheckpointError(path, f"{PLAIN_INDEX}: {name}: {problem}") from None
 
 
 def _dtype(properties: Any) -> str:
     """The first of the fields that torch writes as a tuple."""
-    told = properties.told if _is(properties, "TensorProperties") else None
-    dtype = told.get("dtype") if isinstance(told, dict) else told[0] if isinstance(told, tuple) and told else None
+    state = properties.state if _is(properties, "TensorProperties") else None
+    dtype = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
     _require(isinstance(dtype, _Named), "has a tensor without a dtype")
     return str(dtype)
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    inner = value.given[0] if _is(value, "Size") and len(value.given) == 1 else value
+    inner = value.arguments[0] if _is(value, "Size") and len(value.arguments) == 1 else value
     whole = isinstance(inner, tuple | list) and all(type(n) is int for n in inner)
     _require(whole, "has a shape that is none")
     return tuple(inner)

@@ -8,10 +8,11 @@ which names their contents beyond doubt, can only be checked by reading all of a
 
 from __future__ import annotations
 
+import errno
 import io
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import BinaryIO, cast
 
@@ -22,22 +23,9 @@ from xxhash import xxh3_64_intdigest
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan
 
 
-def chunk_sums(memory: Buffer, data_bytes: int) -> tuple[int, ...]:
-    """XXH3-64 of every `CHUNK_BYTES` of the first `data_bytes` of `memory`; the last run may be shorter.
-
-    Raises:
-        ValueError: the memory is shorter.
-    """
-    return tuple(_sums(memory, data_bytes))
-
-
 def first_fault(memory: Buffer, record: Record, plan: ShardPlan | None = None) -> str | None:
-    """What is wrong with a copy, or None where every sum of its record is right.
-
-    Args:
-        memory: the slot's, or a copy of it, from its first byte.
-        plan: to name a tensor that lies where the sums differ.
-    """
+    """What is wrong with a copy, from its first byte on, or None where every sum of its record is right; with a plan,
+    naming a tensor that lies where the sums differ."""
     with memoryview(memory) as whole, whole.cast("B") as view:
         fault = record_fault(record, view.nbytes, plan)
         if fault is not None:
@@ -52,13 +40,13 @@ def first_fault(memory: Buffer, record: Record, plan: ShardPlan | None = None) -
 
 
 def record_fault(record: Record, length_bytes: int, plan: ShardPlan | None = None) -> str | None:
-    """What is wrong with a record before any element is looked at, or with memory of this length; None where nothing
-    is."""
+    """What is wrong with a record before any element is looked at, or with memory of this length, or None."""
+    who = f"of step {record.step}, rank {record.rank}"
     if plan is not None and plan.sha256 != record.plan_sha256:
-        return f"the record of step {record.step}, rank {record.rank} belongs to another plan"
-    state = _state_fault(record)
-    if state is not None:
-        return state
+        return f"the record {who} belongs to another plan"
+    found = state_sum(record.state)
+    if (record.state or record.state_sum) and found != record.state_sum:
+        return f"the state {who} has the sum {found:016x}, not {record.state_sum:016x}"
     if length_bytes < record.data_bytes:
         return f"{length_bytes} bytes are there of {record.data_bytes}"
     expected = -(-record.data_bytes // CHUNK_BYTES)
@@ -70,47 +58,25 @@ def record_fault(record: Record, length_bytes: int, plan: ShardPlan | None = Non
 def chunk_fault(chunk: Buffer, number: int, record: Record, plan: ShardPlan | None = None) -> str | None:
     """What is wrong with the run of this number of the elements, or None."""
     found = xxh3_64_intdigest(chunk)
-    return None if found == record.sums[number] else _describe(number, found, record, plan)
-
-
-def state_sum(state: str) -> int:
-    """XXH3-64 of the state that a record carries."""
-    return xxh3_64_intdigest(state.encode())
-
-
-def _sums(memory: Buffer, data_bytes: int) -> Iterator[int]:
-    with memoryview(memory) as whole, whole.cast("B") as view:
-        if view.nbytes < data_bytes:
-            raise ValueError(f"{view.nbytes} bytes of memory where {data_bytes} are to be summed")
-        for start in range(0, data_bytes, CHUNK_BYTES):
-            with view[start : min(start + CHUNK_BYTES, data_bytes)] as chunk:
-                yield xxh3_64_intdigest(chunk)
-
-
-def _state_fault(record: Record) -> str | None:
-    found = state_sum(record.state)
-    if (not record.state and not record.state_sum) or found == record.state_sum:
+    if found == record.sums[number]:
         return None
-    return f"the state of step {record.step}, rank {record.rank} has the sum {found:016x}, not {record.state_sum:016x}"
-
-
-def _describe(number: int, found: int, record: Record, plan: ShardPlan | None) -> str:
     start = number * CHUNK_BYTES
     stop = min(start + CHUNK_BYTES, record.data_bytes)
     where = f"chunk {number} (bytes {start} to {stop}) of step {record.step}, rank {record.rank}"
-    names = [] if plan is None else _tensors(plan, start, stop)
+    names = [
+        piece.name
+        for piece in (plan.pieces if plan is not None else ())
+        if piece.length_bytes and piece.start_bytes < stop and start < piece.start_bytes + piece.length_bytes
+    ]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         where += f", which holds {names[0]}{more}"
     return f"{where}, has the sum {found:016x}, not {record.sums[number]:016x}"
 
 
-def _tensors(plan: ShardPlan, start: int, stop: int) -> list[str]:
-    return [
-        piece.name
-        for piece in plan.pieces
-        if piece.length_bytes and piece.start_bytes < stop and start < piece.start_bytes + piece.length_bytes
-    ]
+def state_sum(state: str) -> int:
+    """XXH3-64 of the state that a record carries."""
+    return xxh3_64_intdigest(state.encode())
 
 
 RUN_BYTES = 4 << 20
@@ -157,8 +123,39 @@ class RunSums:
         return self._sums
 
 
-class CheckedFile(io.RawIOBase):
-    """A file of which nothing is believed that has not the right sum; whole runs go straight to where they are wanted.
+class SeekableFile(io.RawIOBase):
+    """The place in a file of `size_bytes` that is read anywhere in it; subclasses read from `at` on, and move it."""
+
+    def __init__(self, size_bytes: int, name: str = "") -> None:
+        self._size_bytes, self.name, self.at = size_bytes, name, 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self._size_bytes}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, "before the beginning", self.name)
+        self.at = at
+        return at
+
+    def left(self, buffer: Buffer) -> memoryview:
+        """As much of `buffer` as the file still has bytes."""
+        return memoryview(buffer).cast("B")[: max(0, self._size_bytes - self.at)]
+
+
+class CheckedFile(SeekableFile):
+    """A file whose runs are checked as they are read; whole runs go straight to where they are wanted.
 
     What `readinto` gave is good when it returns; when it raises, what it wrote is not.
 
@@ -167,7 +164,7 @@ class CheckedFile(io.RawIOBase):
         starts: where the runs begin, the first at 0.
         size_bytes: of the file.
         sums: of the runs; fewer or more than `starts` are refused.
-        describe: what to say of a run (its number, the sum found) that is not what was written.
+        describe: the message for the run of a number that is not what was written.
     """
 
     def __init__(
@@ -176,32 +173,14 @@ class CheckedFile(io.RawIOBase):
         starts: Sequence[int],
         size_bytes: int,
         sums: Sequence[int],
-        describe: Callable[[int, int], str],
+        describe: Callable[[int], str],
     ) -> None:
         if len(sums) != len(starts):
             raise BadSumError(f"there are {len(sums)} sums of {len(starts)} runs")
+        super().__init__(size_bytes)
         self._raw, self._starts, self._ends = cast(io.BufferedReader, raw), starts, [*starts[1:], size_bytes]
-        self._size_bytes, self._sums, self._describe = size_bytes, sums, describe
+        self._sums, self._describe = sums, describe
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
-        self._at = 0
-        self.bytes_read = 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """As of any file."""
-        return self._at
 
     def readinto(self, buffer: Buffer) -> int:
         """Fill `buffer`, or as much of it as there is.
@@ -209,24 +188,21 @@ class CheckedFile(io.RawIOBase):
         Raises:
             BadSumError: a run is not what was written. OSError: it cannot be read.
         """
-        target = memoryview(buffer).cast("B")
-        target = target[: max(0, self._size_bytes - self._at)]
+        target = self.left(buffer)
         count = target.nbytes
         while target:
-            done = self._read_some(target)
+            number = bisect_right(self._starts, self.at) - 1
+            start, end = self._starts[number], self._ends[number]
+            if start == self.at and end - start <= target.nbytes and number not in self._kept:
+                done = end - start
+                self._read_run(number, target[:done])
+            else:
+                part = self._kept_run(number)[self.at - start :][: target.nbytes]
+                done = part.nbytes
+                target[:done] = part
             target = target[done:]
-            self._at += done
+            self.at += done
         return count
-
-    def _read_some(self, target: memoryview) -> int:
-        number = bisect_right(self._starts, self._at) - 1
-        start, end = self._starts[number], self._ends[number]
-        if start == self._at and end - start <= target.nbytes and number not in self._kept:
-            self._read_run(number, target[: end - start])
-            return end - start
-        part = self._kept_run(number)[self._at - start :][: target.nbytes]
-        target[: part.nbytes] = part
-        return part.nbytes
 
     def _kept_run(self, number: int) -> memoryview:
         if number in self._kept:
@@ -247,7 +223,5 @@ class CheckedFile(io.RawIOBase):
             if not count:
                 raise BadSumError("it ends too early")
             left = left[count:]
-        self.bytes_read += target.nbytes
-        found = xxhash.xxh3_64_intdigest(target)
-        if found != self._sums[number]:
-            raise BadSumError(self._describe(number, found))
+        if xxhash.xxh3_64_intdigest(target) != self._sums[number]:
+            raise BadSumError(self._describe(number))

@@ -23,8 +23,7 @@ from typing import Any, Literal, NamedTuple
 Role = Literal["trained", "optimizer", "other"]
 """``trained``: a trainable parameter, which a step changes; ``optimizer``: its state; ``other``: not examined."""
 
-ALIGN_BYTES = 64
-"""Every piece begins at a multiple of this in a slot."""
+ALIGN_BYTES = 64  # every piece begins at a multiple of this in a slot
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,10 @@ class Piece:
     Attributes:
         name: logical name of the tensor.
         dtype: as in torch without the prefix (``float32``).
-        shape: of the whole tensor.
-        offsets, sizes: of the block.
-        role: what it is to training.
+        shape: of the whole tensor; `offsets` and `sizes` are of the block.
         start_bytes, length_bytes: where the elements lie in the slot.
         head, tail: the bytes before and after the elements in the archive that a file holds of it. The CRC-32 of the
-            elements is zero in them; `phalanx.checkpoint.format.shard_plan` puts it in.
+            elements is zero in them; `with_crc32` puts it in.
     """
 
     name: str
@@ -61,12 +58,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one rank writes of every snapshot: its shard.
-
-    Attributes:
-        rank, world_size: whose shard, of how many ranks.
-        pieces: in the order of their bytes in the slot and in the file.
-    """
+    """What one rank writes of every snapshot: its shard; `pieces` in the order of their bytes in slot and file."""
 
     rank: int
     world_size: int
@@ -104,26 +96,27 @@ class ShardPlan:
 
     def to_bytes(self) -> bytes:
         """For `from_bytes`."""
-        rows = [
-            [p.name, p.dtype, p.shape, p.offsets, p.sizes, p.role, p.start_bytes, p.length_bytes, *_texts(p)]
-            for p in self.pieces
-        ]
+        rows = []
+        for p in self.pieces:
+            texts = [base64.b64encode(part).decode() for part in (p.head, p.tail)]
+            rows.append([p.name, p.dtype, p.shape, p.offsets, p.sizes, p.role, p.start_bytes, p.length_bytes, *texts])
         return json.dumps([self.rank, self.world_size, rows], separators=(",", ":")).encode()
 
     @staticmethod
     def from_bytes(content: bytes) -> ShardPlan:
         """The plan that `to_bytes` wrote."""
         rank, world_size, rows = json.loads(content)
-        pieces = tuple(
-            Piece(n, d, tuple(sh), tuple(o), tuple(si), role, start, length, _bytes(head), _bytes(tail))
-            for n, d, sh, o, si, role, start, length, head, tail in rows
-        )
-        return ShardPlan(rank, world_size, pieces)
+        pieces = []
+        for name, dtype, shape, offsets, sizes, role, start, length, head, tail in rows:
+            box = (tuple(shape), tuple(offsets), tuple(sizes))
+            around = (base64.b64decode(head), base64.b64decode(tail))
+            pieces.append(Piece(name, dtype, *box, role, start, length, *around))
+        return ShardPlan(rank, world_size, tuple(pieces))
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What is the same in every checkpoint of a job, for whoever publishes them; rank 0 has it.
+    """What is the same in every checkpoint of a job; rank 0, which publishes them, has it.
 
     Attributes:
         set_id: names the plans of all ranks together: SHA-256 of their `ShardPlan.sha256` in order of rank. Shards make
@@ -133,7 +126,6 @@ class JobPlan:
         index: the bytes of DCP's ``.metadata``; the same at every step because the places of all bytes are.
         config: the resolved config of the run.
         layout: such as ``pp2·dp2·tp2``.
-        torch_version: of the writer.
     """
 
     set_id: str
@@ -166,51 +158,34 @@ def set_id(plan_sha256s: list[str]) -> str:
     return hashlib.sha256("".join(plan_sha256s).encode()).hexdigest()
 
 
-def _texts(piece: Piece) -> list[str]:
-    return [base64.b64encode(part).decode() for part in (piece.head, piece.tail)]
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
 _DESCRIPTOR = b"PK\x07\x08"
 _DIRECTORY_ENTRY = struct.Struct("<4s12xL8xHHH12x")  # signature, CRC-32, lengths of name, extra field and comment
 _ENTRY_SIGNATURE = b"PK\x01\x02"
-_ELEMENTS = b"/data/0"
 _CRC_IN_ENTRY = 16
 
 
 def with_crc32(tail: bytes, crc32: int) -> bytes:
-    """The end of an archive, with the CRC-32 of its elements in it.
+    """The end of an archive, with the CRC-32 of its elements put into the data descriptor and the directory's entry.
 
     Raises:
         ValueError: it is not the end of an archive of a tensor.
     """
-    content = bytearray(tail)
-    for place in (len(_DESCRIPTOR), _directory_entry(tail) + _CRC_IN_ENTRY):
-        struct.pack_into("<L", content, place, crc32)
-    return bytes(content)
-
-
-def _directory_entry(tail: bytes) -> int:
-    """Where in `tail` the directory's entry of the elements begins."""
     if not tail.startswith(_DESCRIPTOR):
         raise ValueError("the end of an archive does not begin with a data descriptor")
     place = tail.find(_ENTRY_SIGNATURE)
     while place >= 0 and tail.startswith(_ENTRY_SIGNATURE, place):
         _, _, name_length, extra_length, comment_length = _DIRECTORY_ENTRY.unpack_from(tail, place)
         first = place + _DIRECTORY_ENTRY.size
-        if tail[first : first + name_length].endswith(_ELEMENTS):
-            return place
+        if tail[first : first + name_length].endswith(b"/data/0"):
+            content = bytearray(tail)
+            struct.pack_into("<L", content, len(_DESCRIPTOR), crc32)
+            struct.pack_into("<L", content, place + _CRC_IN_ENTRY, crc32)
+            return bytes(content)
         place = first + name_length + extra_length + comment_length
     raise ValueError("the directory of an archive does not name the elements of a tensor")
 
 
-CHUNK_BYTES = 4 << 20
-"""The elements of a slot are summed in runs of this many bytes."""
-
-
+CHUNK_BYTES = 4 << 20  # the elements of a slot are summed in runs of so many bytes
 _CONFIG = "run_config"
 
 
@@ -224,13 +199,12 @@ class SnapshotId(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Commits a slot: without it, what lies there is nothing.
+    """Commits a slot: without it, the slot counts as empty.
 
     Attributes:
-        step, attempt, set_id: which snapshot; see `phalanx.checkpoint.format.shard_plan.JobPlan`.
+        step, attempt, set_id: which snapshot; see `JobPlan`.
         rank: whose shard.
         shards: how many shards make up the snapshot.
-        plan_sha256: of its `ShardPlan`.
         data_bytes: length of the elements in the slot.
         sums: XXH3-64 of every `CHUNK_BYTES` of them.
         state: what training wants back besides tensors, as JSON text; rank 0's shard has it, others an empty string.
@@ -289,8 +263,8 @@ def parse_state(text: str) -> tuple[Any, dict[str, Any]]:
 
 def is_stale(records: list[Record]) -> bool:
     """Whether the shards of one snapshot together say that training went on and yet nothing that is trained changed."""
-    told = [record.changed for record in records if record.changed is not None]
-    return bool(told) and not any(told) and any(record.stepped for record in records)
+    known = [record.changed for record in records if record.changed is not None]
+    return bool(known) and not any(known) and any(record.stepped for record in records)
 
 
 def sick_tensors(records: list[Record]) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,24 +21,18 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.format.dcp import Block, read_box, torch_dtype
-from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry, overlap
+from phalanx.checkpoint.format.dcp import Block, narrow, read_box, torch_dtype
+from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry, first_line, overlap
 from phalanx.checkpoint.format.run_sums import RunSums
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 
-PIECE_ELEMENTS = 1 << 20
-"""Elements looked at together."""
+PIECE_ELEMENTS = 1 << 20  # elements looked at together
+CHUNK_BYTES = 1 << 25  # the largest chunk that is written, and so what a conversion takes of memory, about twice over
 
 
 class Reader:
-    """Blocks of the tensors of one checkpoint; a context manager, which keeps the file open that was read last.
-
-    Args:
-        where: folder or URL of the checkpoint, for messages.
-        tensors: its table.
-        open_file: a file of it, for reading anywhere in it.
-    """
+    """Blocks of the `tensors` of the checkpoint at `where`; a context manager, which keeps the last file open."""
 
     def __init__(
         self, where: Path | str, tensors: Mapping[str, TensorEntry], open_file: Callable[[str], BinaryIO]
@@ -58,11 +51,8 @@ class Reader:
             self._last = None
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The block ``[offsets, offsets + sizes)`` of a tensor, in host memory.
-
-        Raises:
-            DamagedCheckpointError: the files are not what the table says.
-        """
+        """The block ``[offsets, offsets + sizes)`` of a tensor, in host memory; DamagedCheckpointError: the files are
+        not what the table says."""
         entry = self.tensors[name]
         out = torch.empty(tuple(sizes), dtype=torch_dtype(entry.dtype))
         self.fill(name, Block(out, Shard(tuple(entry.shape), tuple(offsets), tuple(sizes))))
@@ -77,16 +67,18 @@ class Reader:
             if shared is not None:
                 start = [o - c for o, c in zip(shared[0], chunk.offsets, strict=True)]
                 first = [o - b for o, b in zip(shared[0], block.shard.offsets, strict=True)]
-                with _damage(self._where, name):
+                try:
+                    if self._last is None or self._last[0] != chunk.file:
+                        self.__exit__(None, None, None)
+                        self._last = (chunk.file, self._open_file(chunk.file))
+                    out = narrow(block.tensor, first, shared[1])
                     place = (chunk.offset, chunk.length)
-                    out = _part(block.tensor, first, shared[1])
-                    read_box(self._file(chunk.file), place, (chunk.sizes, dtype), start, out)
-
-    def _file(self, name: str) -> BinaryIO:
-        if self._last is None or self._last[0] != name:
-            self.__exit__(None, None, None)
-            self._last = (name, self._open_file(name))
-        return self._last[1]
+                    read_box(self._last[1], place, (chunk.sizes, dtype), start, out)
+                except (MemoryError, torch.OutOfMemoryError, UserError):
+                    raise
+                except Exception as error:  # torch raises many kinds at what is not an archive
+                    problem = f"{name} cannot be read ({first_line(error)})"
+                    raise DamagedCheckpointError(self._where, problem) from error
 
 
 def pieces(
@@ -107,13 +99,9 @@ def pieces(
 
 
 @dataclass
-class Health:
-    """What the numbers of one tensor are like; the range, mean and deviation are of those that are finite.
-
-    Attributes:
-        elements, not_finite: how many.
-        minimum, maximum, mean, std: None where no number is finite; std is of the population.
-    """
+class TensorHealth:
+    """What the numbers of one tensor are like; the range, mean and deviation (of the population) are of those that are
+    finite, and None where no number is."""
 
     elements: int = 0
     not_finite: int = 0
@@ -140,16 +128,11 @@ class Health:
             low, high = (float(bound) for bound in finite.aminmax())
             self.minimum = low if self.minimum is None else min(self.minimum, low)
             self.maximum = high if self.maximum is None else max(self.maximum, high)
-            self._merge(before, finite)
-
-    def _merge(self, before: int, finite: Tensor) -> None:
-        """Mean and squared deviations of two sets together (Chan, Golub, LeVeque 1979)."""
-        count, mean = finite.numel(), float(finite.mean())
-        spread = float((finite - mean).square().sum())
-        apart = mean - (self.mean or 0.0)
-        total = before + count
-        self._spread += spread + apart * apart * before * count / total
-        self.mean = mean if not before else (self.mean or 0.0) + apart * count / total
+            # Mean and squared deviations of two sets together (Chan, Golub, LeVeque 1979).
+            count, mean = finite.numel(), float(finite.mean())
+            apart, total = mean - (self.mean or 0.0), before + count
+            self._spread += float((finite - mean).square().sum()) + apart * apart * before * count / total
+            self.mean = mean if not before else (self.mean or 0.0) + apart * count / total
 
 
 @dataclass
@@ -186,9 +169,9 @@ class Difference:
         self.max_abs = max(self.max_abs, _largest_finite((a - b)[a.isfinite() & b.isfinite()]))
 
 
-def health(reader: Reader, name: str) -> Health:
+def health(reader: Reader, name: str) -> TensorHealth:
     """Look at all numbers of one tensor, chunk by chunk as they are stored."""
-    found = Health()
+    found = TensorHealth()
     for chunk in reader.tensors[name].chunks:
         for offsets, sizes in pieces(chunk.sizes, at=chunk.offsets):
             found.add(reader.read(name, offsets, sizes))
@@ -214,7 +197,8 @@ def _largest_finite(values: Tensor) -> float:
     """Largest absolute value of those that are finite."""
     if values.numel() == 0:
         return 0.0
-    low, high = _bounds(values)
+    comparable = not values.is_complex() and values.dtype.itemsize > 1  # torch compares no others
+    low, high = (float(bound) for bound in (values if comparable else _doubles(values)).aminmax())
     if math.isfinite(low) and math.isfinite(high):
         return max(abs(low), abs(high))
     finite = _doubles(values)
@@ -222,44 +206,10 @@ def _largest_finite(values: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _bounds(values: Tensor) -> tuple[float, float]:
-    """Smallest and largest value; of the kinds that torch cannot compare, as float64."""
-    comparable = not values.is_complex() and values.dtype.itemsize > 1
-    low, high = (values if comparable else _doubles(values)).aminmax()
-    return float(low), float(high)
-
-
-def _part(block: Tensor, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    for dimension, (first, size) in enumerate(zip(start, sizes, strict=True)):
-        block = block.narrow(dimension, first, size)
-    return block
-
-
-@contextmanager
-def _damage(where: Path | str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError, UserError):
-        raise
-    except Exception as error:  # torch raises many kinds at archives that are none
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise DamagedCheckpointError(where, f"{name} cannot be read ({reason})") from error
-
-
-CHUNK_BYTES = 1 << 25
-"""The largest chunk that is written, and so what a conversion takes of memory, about twice over."""
-
-
 @dataclass(frozen=True)
 class RecutSource:
-    """What a written tensor is made of.
-
-    Attributes:
-        name: the tensor that is read.
-        shape: of the written tensor.
-        dtype: of the written tensor, as in torch without the prefix.
-        read: reads a block ``(reader, name, offsets, sizes)`` of the written tensor; default: the same block of `name`.
-    """
+    """What a written tensor of this shape and dtype is made of: the tensor `name`, block by block; `read` reads a block
+    ``(reader, name, offsets, sizes)`` of the written tensor, by default the same block of `name`."""
 
     name: str
     shape: tuple[int, ...]
@@ -269,15 +219,8 @@ class RecutSource:
 
 @dataclass
 class Recut:
-    """A plan of files, and after they are written the table of their tensors.
-
-    Args:
-        wanted: by the name to be written.
-        files: how many.
-
-    Attributes:
-        sums: of the runs of each file that was written, see `phalanx.checkpoint.format.run_sums`.
-    """
+    """A plan of so many `files` with the tensors of `wanted`, by the name to be written; after they are written the
+    table of their tensors, and the sums of the runs of each file (see `phalanx.checkpoint.format.run_sums`)."""
 
     wanted: Mapping[str, RecutSource]
     files: int
@@ -312,7 +255,13 @@ class Recut:
         """
         at, sums = 0, RunSums()
         for name, offsets, sizes in self._dealt[int(file.removeprefix("__").partition("_")[0])]:
-            archive = _archive(self._block(reader, name, offsets, sizes))
+            source = self.wanted[name]
+            read = source.read or Reader.read
+            block = read(reader, source.name, offsets, sizes).to(torch_dtype(source.dtype)).contiguous()
+            whole = block if block.untyped_storage().nbytes() == block.nbytes else block.clone()
+            buffer = io.BytesIO()
+            torch.save(whole, buffer)
+            archive = buffer.getbuffer()
             chunk = Chunk(offsets=offsets, sizes=sizes, file=file, offset=at, length=len(archive))
             self._written.setdefault(name, []).append(chunk)
             at += len(archive)
@@ -328,21 +277,8 @@ class Recut:
             for name, source in self.wanted.items()
         }
 
-    def _block(self, reader: Reader, name: str, offsets: list[int], sizes: list[int]) -> Tensor:
-        source = self.wanted[name]
-        read = source.read or Reader.read
-        block = read(reader, source.name, offsets, sizes)
-        return block.to(torch_dtype(source.dtype)).contiguous()
-
 
 def same(entry: TensorEntry, name: str, dtype: str | None = None) -> RecutSource:
     """A tensor written as it is; with `dtype`, floating-point numbers rounded to that."""
     cast = dtype is not None and torch_dtype(entry.dtype).is_floating_point
     return RecutSource(name, tuple(entry.shape), dtype if cast and dtype is not None else entry.dtype)
-
-
-def _archive(block: Tensor) -> memoryview:
-    whole = block if block.untyped_storage().nbytes() == block.nbytes else block.clone()
-    buffer = io.BytesIO()
-    torch.save(whole, buffer)
-    return buffer.getbuffer()

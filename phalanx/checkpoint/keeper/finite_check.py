@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,18 +107,14 @@ def has_changed(plan: ShardPlan, memory: memoryview, previous: memoryview) -> bo
     trained = [piece for piece in plan.pieces if piece.role == "trained" and piece.length_bytes]
     if not trained:
         return None
-    for start, stop in _blocks(trained):
-        new, old = (np.frombuffer(side, np.uint8, stop - start, start) for side in (memory, previous))
-        if not np.array_equal(new, old):
-            return True
-    return False
-
-
-def _blocks(pieces: list[Piece]) -> Iterator[tuple[int, int]]:
-    for piece in pieces:
+    for piece in trained:
         end = piece.start_bytes + piece.length_bytes
         for start in range(piece.start_bytes, end, BLOCK_BYTES):
-            yield start, min(start + BLOCK_BYTES, end)
+            count = min(BLOCK_BYTES, end - start)
+            new, old = (np.frombuffer(side, np.uint8, count, start) for side in (memory, previous))
+            if not np.array_equal(new, old):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What ranks and the keeper of their host say to each other, and both ends of that connection.
+"""The messages between ranks and the keeper of their host, and both ends of that connection.
 
 See `phalanx.ipc.local_socket` for how. What may be long (plans, state, inventories) travels as the descriptor of a
 *document*: memory that holds it.
@@ -15,21 +15,20 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from phalanx.checkpoint.keeper_contract import KeeperLostError, RefusedError
 from phalanx.ipc import local_socket
 from phalanx.ipc.codec import PacketDecoder
+from phalanx.ipc.shared_memory import read_document, write_document
 
 VERSION = 2
 
-_READ_BYTES = 1 << 20
 
-
-@dataclass(frozen=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True):
     """A rank begins a conversation."""
 
     version: int
@@ -37,8 +36,7 @@ class Hello:
     world_size: int
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(msgspec.Struct, frozen=True):
     """See `phalanx.checkpoint.keeper_contract.Keeper.begin`."""
 
     attempt: int
@@ -46,8 +44,7 @@ class Begin:
     shards: int
 
 
-@dataclass(frozen=True)
-class ResumeFrom:
+class ResumeFrom(msgspec.Struct, frozen=True):
     """Training goes on from this snapshot; see `Keeper.resume_from`; answered under `number`."""
 
     number: int
@@ -56,8 +53,7 @@ class ResumeFrom:
     set_id: str
 
 
-@dataclass(frozen=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """Asks for memory; documents: the plan, and the job's where there is one. `lease`: the rank's number for it."""
 
     lease: int
@@ -65,8 +61,7 @@ class Lease:
     destination: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
-class Replicate:
+class Replicate(msgspec.Struct, frozen=True):
     """See `Keeper.replicate_to`; `peer`: the fields of an `Endpoint`."""
 
     peer: list[Any] | None
@@ -74,16 +69,14 @@ class Replicate:
     secret: str
 
 
-@dataclass(frozen=True)
-class Writing:
+class Writing(msgspec.Struct, frozen=True):
     """From now on a slot does not hold what it held."""
 
     lease: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Copied:
+class Copied(msgspec.Struct, frozen=True):
     """A slot holds a snapshot; the rest as in `phalanx.checkpoint.keeper_contract.Taken`. Document: state, metrics."""
 
     lease: int
@@ -95,16 +88,14 @@ class Copied:
     unix_ns: int
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """For what is ``held``, or for the ``endpoint``; answered under `number`."""
 
     number: int
     what: str
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """For a committed copy; answered under `number` with descriptors of its memory and of its record and plan."""
 
     number: int
@@ -114,30 +105,25 @@ class Read:
     rank: int
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """The copy that was handed out under `number` is not being read any more."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """See `Keeper.finish`."""
 
 
-@dataclass(frozen=True)
-class Stay:
+class Stay(msgspec.Struct, frozen=True):
     """Somebody is about to connect: what ranks have finished so far is no reason to end; answered under 0."""
 
 
-@dataclass(frozen=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The keeper shall end at once, whatever it holds."""
 
 
-@dataclass(frozen=True)
-class Welcome:
+class Welcome(msgspec.Struct, frozen=True):
     """The answer to `Hello`; `attempt`: the highest that has been seen."""
 
     pid: int
@@ -145,41 +131,36 @@ class Welcome:
     attempt: int
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """The slots of a lease, with a descriptor of each; or why there is none."""
 
     lease: int
     size_bytes: int
-    slots: list[int] = field(default_factory=list)
+    slots: list[int] = []
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Free:
+class Free(msgspec.Struct, frozen=True):
     """A slot of the lease that may be written to; -1: none."""
 
     lease: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(msgspec.Struct, frozen=True):
     """The fields of a `phalanx.checkpoint.keeper_contract.SnapshotProgress`."""
 
     fields: list[Any]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """To what was asked under `number`; what was asked for comes beside it, unless there is a problem."""
 
     number: int
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """The keeper hangs up, and why; `later_attempt`: as `phalanx.checkpoint.keeper_contract.RefusedError`."""
 
     why: str
@@ -190,47 +171,24 @@ _TO_KEEPER = (Hello, Begin, ResumeFrom, Lease, Replicate, Writing, Copied, Ask, 
 _TO_RANK = (Welcome, Memory, Free, Told, Answer, Refused)
 
 
-def document(content: bytes) -> int:
-    """The descriptor of memory that holds `content`, for another process to read; to be closed."""
-    descriptor = os.memfd_create("checkpoint document", os.MFD_CLOEXEC)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def content_of(descriptor: int) -> bytes:
-    """What is in a document."""
-    parts: list[bytes] = []
-    at = 0
-    while part := os.pread(descriptor, _READ_BYTES, at):
-        parts.append(part)
-        at += len(part)
-    return b"".join(parts)
-
-
 _ANSWER_S = 120.0
 
 Answered = tuple[Answer, list[int]]
 
 
-class Channel:
+class KeeperChannel:
     """A connection to the keeper at `address`.
 
     Args:
-        hear: called with every message but answers, and its descriptors, which are then its own.
+        on_message: called with every message but answers, and its descriptors, which are then its own.
 
     Raises:
         KeeperLostError: none listens there.
     """
 
-    def __init__(self, address: Path, hear: Callable[[Any, list[int]], None]) -> None:
+    def __init__(self, address: Path, on_message: Callable[[Any, list[int]], None]) -> None:
         self._address = address
-        self._hear = hear
+        self._on_message = on_message
         self._answers: dict[int, Answered] = {}
         self._asked = 0
         self._end: Exception | None = None
@@ -246,31 +204,30 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(self._connection, select.POLLIN)
 
-    def check(self) -> None:
-        """Raise what the connection ended with, if it has."""
-        if self._end is not None:
-            raise self._end
-
     def send(self, message: Any, *contents: bytes) -> None:
         """Send a message, with a document of each of `contents`."""
-        self.check()
+        if self._end is not None:
+            raise self._end
         documents: list[int] = []
         try:
-            documents.extend(document(content) for content in contents)
+            documents.extend(write_document(content) for content in contents)
             local_socket.send(self._connection, message, documents)
         except (BrokenPipeError, ConnectionError):
-            self._read_to_end()
+            # The keeper has hung up: the last message that it sent may say why.
+            while self._end is None:
+                self._receive()
+            raise self._end from None
         finally:
             _close(documents)
 
     def pump(self, timeout_s: float = 0.0) -> None:
-        """Hear what has come, waiting for it so long at most."""
-        self.check()
+        """Handle what has come, waiting for it so long at most."""
         timeout_ms = max(0, int(timeout_s * 1000) + (timeout_s > 0))
-        while self._poll.poll(timeout_ms):
+        while self._end is None and self._poll.poll(timeout_ms):
             self._receive()
-            self.check()
             timeout_ms = 0
+        if self._end is not None:
+            raise self._end
 
     def ask(self, question: Callable[[int], Any]) -> Answered:
         """Send the question with this number, and wait for its answer; the descriptors beside it are the caller's."""
@@ -293,12 +250,6 @@ class Channel:
             _close(descriptors)
         self._answers.clear()
 
-    def _read_to_end(self) -> None:
-        """The keeper has hung up: the last that it said may be why."""
-        while self._end is None:
-            self._receive()
-        raise self._end
-
     def _receive(self) -> None:
         try:
             message, descriptors = local_socket.receive(self._connection, self._decoder)
@@ -312,13 +263,13 @@ class Channel:
         elif isinstance(message, Answer):
             self._answers[message.number] = message, descriptors
         else:
-            self._hear(message, descriptors)
+            self._on_message(message, descriptors)
 
 
-def take(descriptor: int) -> bytes:
+def take_document(descriptor: int) -> bytes:
     """What is in a document, which is closed."""
     try:
-        return content_of(descriptor)
+        return read_document(descriptor)
     finally:
         os.close(descriptor)
 
@@ -331,25 +282,27 @@ def _close(descriptors: Sequence[int]) -> None:
 _MAX_WAITING = 10_000
 
 
-class Line:
+class RankConnection:
     """A connection that the keeper never waits for: what the other side is slow to read is kept until it does.
 
     Args:
-        hear: called in the loop when there is something to `receive`.
+        on_readable: called in the loop when there is something to `receive`.
     """
 
-    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector, hear: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: socket.socket, selector: selectors.BaseSelector, on_readable: Callable[[], None]
+    ) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._selector = selector
-        self._hear = hear
+        self._on_readable = on_readable
         self._decoder = PacketDecoder(*_TO_KEEPER)
         self._waiting: deque[tuple[Any, list[int]]] = deque()
         self.is_open = True
         selector.register(connection, selectors.EVENT_READ, self._ready)
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
-        """Send now or later; `descriptors` remain the caller's. A line that is broken hears of it in `receive`."""
+        """Send now or later; `descriptors` remain the caller's. `receive` reports a broken connection."""
         if not self.is_open or len(self._waiting) >= _MAX_WAITING:
             return
         self._waiting.append((message, [os.dup(descriptor) for descriptor in descriptors]))
@@ -372,7 +325,7 @@ class Line:
     def _ready(self) -> None:
         if self._waiting:
             self._flush()
-        self._hear()
+        self._on_readable()
 
     def _flush(self) -> None:
         while self._waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import select
 import socket
 import stat
@@ -13,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.keeper_messages import End, Stay
@@ -86,7 +87,9 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
     Raises:
         KeeperLostError: it could not be started. OSError: nothing can be written to the folder of `address`.
     """
-    with _turn(address):
+    lock = os.open(lock_of(address), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if _stays(address):
             return
         address.unlink(missing_ok=True)
@@ -95,13 +98,15 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
             address.chmod(0o600)
             listener.listen(_BACKLOG)
             _start(address, listener, ttl_s, dict(os.environ if environ is None else environ))
+    finally:
+        os.close(lock)
 
 
 def prepare_keeper(destination_url: str, *, ttl_s: float = TTL_S) -> threading.Thread:
     """Begin to start the keeper that belongs to a destination, if there is none, while the caller does other things.
 
-    To be called as early as the destination is known, by one rank of each host or by all. What goes wrong is told by
-    whoever opens a session, which tries again.
+    To be called as early as the destination is known, by one rank of each host or by all. What goes wrong is reported
+    when a session is opened, which tries again.
     """
 
     def work() -> None:
@@ -154,20 +159,20 @@ def end_keeper(address: Path) -> None:
         time.sleep(0.01)
 
 
+def host_name() -> str:
+    """Of this host, or of what plays one: where ``PHALANX_KEEPER`` sets an address, that belongs to it."""
+    address = os.environ.get(VARIABLE, "")
+    return f"{platform.node()}:{address}" if address else platform.node()
+
+
+def lock_of(address: Path) -> Path:
+    """The process that holds it (flock) may start a keeper at `address`, or end one."""
+    return address.with_name(f"{address.name}.lock")
+
+
 def log_of(address: Path) -> Path:
     """What the keeper has written to stderr."""
     return address.with_name(f"{address.name}.log")
-
-
-@contextmanager
-def _turn(address: Path) -> Iterator[None]:
-    """Only one process at a time starts a keeper here."""
-    lock = os.open(address.with_name(f"{address.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _stays(address: Path) -> bool:
@@ -190,37 +195,33 @@ def _stays(address: Path) -> bool:
 
 def _start(address: Path, listener: socket.socket, ttl_s: float, environ: dict[str, str]) -> None:
     """A new Python, in a session of its own, whose parent ends at once: it is nobody's child to wait for."""
-    ready, told = os.pipe()
+    ready, ready_writer = os.pipe()
     log = os.open(log_of(address), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
-        arguments = (str(address), listener.fileno(), told, ttl_s)
+        arguments = (str(address), listener.fileno(), ready_writer, ttl_s)
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(path=sys.path, arguments=arguments)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=environ | _ENVIRONMENT,
-            pass_fds=(listener.fileno(), told),
+            pass_fds=(listener.fileno(), ready_writer),
             start_new_session=True,
         )
-        os.close(told)
-        told = -1
+        os.close(ready_writer)  # so that the end of the keeper ends the pipe
+        ready_writer = -1
         process.wait()
         if not (select.select([ready], [], [], _START_S)[0] and os.read(ready, 1)):
             address.unlink(missing_ok=True)
-            raise KeeperLostError(f"no keeper could be started at {address}: {_last_words(address)}")
+            lines: list[str] = []
+            with suppress(OSError):
+                lines = log_of(address).read_text(errors="replace").splitlines()
+            why = "\n".join(lines[-_LOG_LINES:]) or f"it did not answer within {_START_S:.0f} s"
+            raise KeeperLostError(f"no keeper could be started at {address}: {why}")
     finally:
-        for descriptor in (ready, told, log):
+        for descriptor in (ready, ready_writer, log):
             if descriptor >= 0:
                 os.close(descriptor)
-
-
-def _last_words(address: Path) -> str:
-    try:
-        lines = log_of(address).read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return "\n".join(lines[-_LOG_LINES:]) or f"it did not answer within {_START_S:.0f} s"
 
 
 def _own_folder(folder: Path, forbidden: int, why: str) -> None:
@@ -229,20 +230,17 @@ def _own_folder(folder: Path, forbidden: int, why: str) -> None:
     Raises:
         UserError: it is not.
     """
+
+    def unsafe(problem: str) -> UserError:
+        cure = f"set {VARIABLE} to a path in a folder that only you can write to"
+        return UserError(f"the folder for the keeper's socket {problem}", cure=cure, value=str(folder))
+
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat() if forbidden & 0o044 else folder.stat()
     except OSError as error:
-        raise _unsafe(folder, f"cannot be made or looked at ({error.strerror})") from error
+        raise unsafe(f"cannot be made or looked at ({error.strerror})") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise _unsafe(folder, "is not a folder of this user")
+        raise unsafe("is not a folder of this user")
     if stat.S_IMODE(found.st_mode) & forbidden:
-        raise _unsafe(folder, f"has the mode {stat.S_IMODE(found.st_mode):o}, {why}")
-
-
-def _unsafe(folder: Path, problem: str) -> UserError:
-    return UserError(
-        f"the folder for the keeper's socket {problem}",
-        cure=f"set {VARIABLE} to a path in a folder that only you can write to",
-        value=str(folder),
-    )
+        raise unsafe(f"has the mode {stat.S_IMODE(found.st_mode):o}, {why}")

@@ -1,7 +1,7 @@
 """The keeper process. It is nobody's child, and ends by itself.
 
-How it ends: every rank that began has said `finish`; nobody has been connected for its time to live; it is told to
-(`phalanx.checkpoint.keeper.keeper_start.end_keeper`); or SIGKILL. Other signals are for the ranks, and it ignores them.
+How it ends: every rank that began has called `finish`; nobody has been connected for its time to live; `end_keeper` of
+`phalanx.checkpoint.keeper.keeper_start`; or SIGKILL. Other signals are for the ranks, and it ignores them.
 What destroys it against its will: the end of a Slurm step or of a batch job (its control group is killed), the deletion
 of its pod, and the host's memory running out.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
-import platform
 import select
 import signal
 import socket
@@ -21,13 +20,20 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from phalanx.checkpoint.keeper.keeper_server import KeeperServer, KeeperServices
-from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
-from phalanx.checkpoint.keeper.snapshot_stages import LatePersister, LateReplicas, Replicas
-from phalanx.checkpoint.keeper_contract import Persister, Replicated
-from phalanx.core.fault_points import Points, points_from_environment
-from phalanx.ipc.processes import STOP_SIGNALS, give_way, name_process
+from phalanx.checkpoint.keeper.keeper_server import KeeperServer
+from phalanx.checkpoint.keeper.keeper_start import host_name, lock_of
+from phalanx.checkpoint.keeper.snapshot_stages import KeeperServices
+from phalanx.checkpoint.keeper_contract import Replicated
+from phalanx.checkpoint.snapshot_slots import SnapshotMemory
+from phalanx.core.fault_points import points_from_environment
+from phalanx.ipc.processes import give_way, name_process
+from phalanx.ipc.stop_request import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint.persist.persister_process import PersisterProcess
+    from phalanx.checkpoint.replicas.replica_service import ReplicaService
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
 _IGNORED = (*STOP_SIGNALS, signal.SIGHUP)
@@ -62,78 +68,55 @@ def _serve(address: Path, listener: socket.socket, ready_fd: int, ttl_s: float) 
     name_process("phalanx keeper")
     os.umask(0o077)
     points = points_from_environment(os.environ)
-    cores = len(os.sched_getaffinity(0))
-    examiners = max(1, min(cores // _CORES_PER_EXAMINER, _MAX_EXAMINERS))
-    door = _Door(address, listener)
+    inode = address.stat().st_ino
+    lock = os.open(lock_of(address), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def give_up_address() -> None:
+        with suppress(OSError):
+            if address.stat().st_ino == inode:  # still this keeper's
+                address.unlink()
+        listener.close()
+
+    def still_wanted() -> bool:
+        """Whether somebody looks for a keeper here at this moment; if not, the address is given up."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        if select.select([listener], [], [], 0)[0]:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            return True
+        give_up_address()
+        return False
+
+    # What these import is not needed before there is another host, or something to persist.
+    def make_persister() -> PersisterProcess:
+        from phalanx.checkpoint.persist.persister_process import PersisterProcess
+
+        return PersisterProcess()
+
+    def make_replicas(memory: SnapshotMemory, notify: Callable[[Replicated], None]) -> ReplicaService:
+        from phalanx.checkpoint.replicas.replica_routes import network
+        from phalanx.checkpoint.replicas.replica_service import ReplicaService
+
+        def report(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        net = network(2, os.environ)
+        return ReplicaService(memory, notify, network=net, host=host_name(), points=points, report=report)
+
     services = KeeperServices(
-        replicas=lambda vault, notify: LateReplicas(lambda: _replicas(vault, notify, points)),
-        persister=_persister,
+        make_replicas,
+        make_persister,
         give_way=lambda: give_way(_NICE),  # not before: ranks wait for a keeper that is asked for memory
     )
-    server = KeeperServer(listener, services, ttl_s, door.is_wanted, points, examiners)
+    cores = len(os.sched_getaffinity(0))
+    examiners = max(1, min(cores // _CORES_PER_EXAMINER, _MAX_EXAMINERS))
+    server = KeeperServer(listener, services, ttl_s, still_wanted, points, examiners)
     os.write(ready_fd, b"r")
     os.close(ready_fd)
     threading.Thread(target=importlib.import_module, args=(_PERSISTER,), daemon=True).start()
     try:
         server.run()
     finally:
-        door.close()
-
-
-class _Door:
-    """The address, which is given up only when nobody is about to come in."""
-
-    def __init__(self, address: Path, listener: socket.socket) -> None:
-        self._address = address
-        self._listener = listener
-        self._inode = address.stat().st_ino
-        self._lock = os.open(lock_of(address), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def is_wanted(self) -> bool:
-        """Whether somebody looks for a keeper here at this moment; if not, the address is given up."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        if select.select([self._listener], [], [], 0)[0]:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            return True
-        self.close()
-        return False
-
-    def close(self) -> None:
-        """Give up the address, if it is still this keeper's."""
-        with suppress(OSError):
-            if self._address.stat().st_ino == self._inode:
-                self._address.unlink()
-        self._listener.close()
-
-
-def lock_of(address: Path) -> Path:
-    """Whoever holds it (flock) may start a keeper at `address`, or end one."""
-    return address.with_name(f"{address.name}.lock")
-
-
-def _persister() -> Persister:
-    def make() -> Persister:
-        from phalanx.checkpoint.persist.persister_process import PersisterProcess  # when there is something to persist
-
-        return PersisterProcess()
-
-    return LatePersister(make)
-
-
-def _replicas(vault: MemoryVault, notify: Callable[[Replicated], None], points: Points) -> Replicas:
-    from phalanx.checkpoint.replicas.replica_routes import network  # when there is another host
-    from phalanx.checkpoint.replicas.replica_service import ReplicaService
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    return ReplicaService(vault, notify, network=network(2, os.environ), host=host_name(), points=points, report=report)
-
-
-def host_name() -> str:
-    """Of this host, or of what plays one: where ``PHALANX_KEEPER`` sets an address, that belongs to it."""
-    address = os.environ.get("PHALANX_KEEPER", "")
-    return f"{platform.node()}:{address}" if address else platform.node()
+        give_up_address()

@@ -5,128 +5,39 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.snapshot_slots import Cell, MemoryVault, Pin
 from phalanx.checkpoint.keeper.snapshot_verifier import ExamineJob, Examiner, Rhythm
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
-    Persister,
     PersistOutcome,
     PersistTask,
     Replicated,
     SnapshotProgress,
     Taken,
 )
+from phalanx.checkpoint.snapshot_slots import Cell, Pin, SnapshotMemory
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint.persist.persister_process import PersisterProcess
+    from phalanx.checkpoint.replicas.replica_service import ReplicaService
 
 
-class Replicas(Protocol):
-    """What `phalanx.checkpoint.replicas.replica_service.ReplicaService` does; each ends in a `Replicated`."""
+@dataclass(frozen=True)
+class KeeperServices:
+    """What others do for the keeper; each is made when it is first needed, because of what it imports.
 
-    def use_secret(self, secret: bytes) -> None:
-        """Talk to those that have this secret, and no other."""
-        ...
+    Attributes:
+        make_replicas: is given the memory, and what to call with the outcome of each transfer (from any thread).
+        give_way: called in each thread that examines snapshots before its first one: training is under way.
+    """
 
-    def start_listening(self) -> Endpoint:
-        """Where other keepers reach this one; OSError: it cannot listen."""
-        ...
-
-    def send(self, plan: ShardPlan, snapshot: SnapshotId, peer: Endpoint) -> None:
-        """Send a committed snapshot, in the background; what became of it is told."""
-        ...
-
-    def turn(self, rank: int, peer: Endpoint | None, attempt: int) -> None:
-        """Snapshots of `rank` go to `peer` from now on, those under way too; those of other attempts nowhere."""
-        ...
-
-    def close(self) -> None:
-        """Hang up on everybody."""
-        ...
-
-
-class LateReplicas:
-    """Replicas that are made when they are first needed: most of what they import is not needed on a single host."""
-
-    def __init__(self, make: Callable[[], Replicas]) -> None:
-        self._make = make
-        self._made: Replicas | None = None
-
-    def use_secret(self, secret: bytes) -> None:
-        """See `Replicas`."""
-        self._service.use_secret(secret)
-
-    def start_listening(self) -> Endpoint:
-        """See `Replicas`."""
-        return self._service.start_listening()
-
-    def send(self, plan: ShardPlan, snapshot: SnapshotId, peer: Endpoint) -> None:
-        """See `Replicas`."""
-        self._service.send(plan, snapshot, peer)
-
-    def turn(self, rank: int, peer: Endpoint | None, attempt: int) -> None:
-        """See `Replicas`."""
-        self._service.turn(rank, peer, attempt)
-
-    def close(self) -> None:
-        """See `Replicas`."""
-        if self._made is not None:
-            self._made.close()
-
-    @property
-    def _service(self) -> Replicas:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-
-class LatePersister:
-    """A persister that is made when it is first needed."""
-
-    def __init__(self, make: Callable[[], Persister]) -> None:
-        self._make = make
-        self._made: Persister | None = None
-
-    def prepare(self) -> None:
-        """See `phalanx.checkpoint.keeper_contract.Persister`."""
-        self._persister.prepare()
-
-    def submit(self, task: PersistTask) -> None:
-        """See `Persister`."""
-        self._persister.submit(task)
-
-    @property
-    def _persister(self) -> Persister:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-    def fileno(self) -> int:
-        """See `Persister`."""
-        return -1 if self._made is None else self._made.fileno()
-
-    def outcomes(self) -> list[PersistOutcome]:
-        """See `Persister`."""
-        return [] if self._made is None else self._made.outcomes()
-
-    def close(self) -> None:
-        """See `Persister`."""
-        if self._made is not None:
-            self._made.close()
-
-
-class Ranks(Protocol):
-    """The ranks of this host that are connected now."""
-
-    def of(self, attempt: int) -> list[int]:
-        """Those of an attempt."""
-        ...
-
-    def tell(self, rank: int, attempt: int, progress: SnapshotProgress) -> None:
-        """Tell a rank, if it is there."""
-        ...
+    make_replicas: Callable[[SnapshotMemory, Callable[[Replicated], None]], ReplicaService]
+    make_persister: Callable[[], PersisterProcess]
+    give_way: Callable[[], None] = lambda: None
 
 
 class Key(NamedTuple):
@@ -151,30 +62,70 @@ class Snapshot:
 
 @dataclass
 class _Persisting:
-    """A shard on its way to durable storage; `is_told`: its rank has heard that the whole checkpoint is there."""
+    """A shard on its way to durable storage; `is_reported`: its rank knows that the whole checkpoint is there."""
 
     task: PersistTask
     pin: Pin | None
     begun_s: float
     written: PersistOutcome | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
 
-@dataclass
 class SnapshotStages:
-    """Takes every snapshot through its stages; all of it in the keeper's loop, which `post` reaches from threads."""
+    """Takes every snapshot through its stages; all of it in the keeper's loop.
 
-    vault: MemoryVault
-    examiner: Examiner
-    replicas: Replicas
-    persister: Persister
-    post: Callable[[Callable[[], None]], None]
-    ranks: Ranks
-    _examining: set[Key] = field(default_factory=set)
-    _sending: defaultdict[tuple[int, int], deque[Snapshot]] = field(default_factory=lambda: defaultdict(deque))
-    _persisting: defaultdict[int, deque[_Persisting]] = field(default_factory=lambda: defaultdict(deque))
-    _rhythms: defaultdict[int, Rhythm] = field(default_factory=lambda: defaultdict(Rhythm))
-    _waiting: list[tuple[set[Key], Callable[[], None]]] = field(default_factory=list)
+    Args:
+        post: has an action done in the loop; called from threads.
+        ranks_of: the ranks of an attempt that are connected now.
+        report: to a rank of an attempt, if it is there.
+    """
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        examiner: Examiner,
+        services: KeeperServices,
+        post: Callable[[Callable[[], None]], None],
+        ranks_of: Callable[[int], list[int]],
+        report: Callable[[int, int, SnapshotProgress], None],
+    ) -> None:
+        self._memory, self._examiner, self._services = memory, examiner, services
+        self._post, self._ranks_of, self._report = post, ranks_of, report
+        self._made_replicas: ReplicaService | None = None
+        self._made_persister: PersisterProcess | None = None
+        self._examining: set[Key] = set()
+        self._sending: defaultdict[tuple[int, int], deque[Snapshot]] = defaultdict(deque)
+        self._persisting: defaultdict[int, deque[_Persisting]] = defaultdict(deque)
+        self._rhythms: defaultdict[int, Rhythm] = defaultdict(Rhythm)
+        self._waiting: list[tuple[set[Key], Callable[[], None]]] = []
+
+    @property
+    def replicas(self) -> ReplicaService:
+        """Copies from and to other hosts."""
+        if self._made_replicas is None:
+            self._made_replicas = self._services.make_replicas(
+                self._memory, lambda outcome: self._post(lambda: self._on_replicated(outcome))
+            )
+        return self._made_replicas
+
+    @property
+    def persister(self) -> PersisterProcess:
+        """Writes durable checkpoints."""
+        if self._made_persister is None:
+            self._made_persister = self._services.make_persister()
+        return self._made_persister
+
+    @property
+    def persister_descriptor(self) -> int:
+        """Readable when `read_persister` is to be called; -1: never."""
+        return -1 if self._made_persister is None else self._made_persister.fileno()
+
+    def close(self) -> None:
+        """End the persister and hang up on other hosts."""
+        if self._made_persister is not None:
+            self._made_persister.close()
+        if self._made_replicas is not None:
+            self._made_replicas.close()
 
     @property
     def is_idle(self) -> bool:
@@ -188,48 +139,31 @@ class SnapshotStages:
 
     def begin(self, snapshot: Snapshot, cell: Cell) -> None:
         """`cell` holds a snapshot."""
-        rank = snapshot.plan.rank
-        self._examining.add(Key(snapshot.id, rank))
+        self._examining.add(Key(snapshot.id, snapshot.plan.rank))
 
         def done(record: Record | None, problem: str, seconds: float) -> None:
-            self.post(lambda: self._examined(snapshot, record, problem, seconds))
+            self._post(lambda: self._on_examined(snapshot, record, problem, seconds))
 
-        budget = self._rhythms[rank].beat(time.monotonic(), persist=snapshot.taken.persist)
-        self.examiner.submit(
-            ExamineJob(cell, snapshot.plan, snapshot.id, snapshot.shards, snapshot.taken, budget, done)
-        )
+        taken = snapshot.taken
+        budget_s = self._rhythms[snapshot.plan.rank].budget_s(time.monotonic(), persist=taken.persist)
+        job = ExamineJob(cell, snapshot.plan, snapshot.id, snapshot.shards, taken, budget_s, done)
+        self._examiner.submit(job)
 
     def when_examined(self, action: Callable[[], None]) -> None:
         """Call `action` once all that has been copied by now is committed, which is to be soon."""
         if not self._examining:
             action()
             return
-        self.examiner.hurry()
+        self._examiner.hurry()
         self._waiting.append((set(self._examining), action))
 
-    def replicated(self, told: Replicated) -> None:
-        """What became of a snapshot that was to be sent."""
-        queue = self._sending.get((told.rank, told.step))
-        if not queue:
-            return
-        snapshot = queue.popleft()
-        if not queue:
-            del self._sending[told.rank, told.step]
-        progress = SnapshotProgress(told.step, "replicated", told.problem, "", told.seconds, told.bytes, told.to)
-        self.ranks.tell(told.rank, snapshot.id.attempt, progress)
-
-    def persisted(self) -> None:
-        """The persister has something to say."""
-        for outcome in self.persister.outcomes():
-            self._persisted(outcome)
-
-    def _examined(self, snapshot: Snapshot, record: Record | None, problem: str, seconds: float) -> None:
-        rank, length = snapshot.plan.rank, snapshot.plan.data_bytes
-        self.ranks.tell(
-            rank, snapshot.id.attempt, SnapshotProgress(snapshot.id.step, "committed", problem, "", seconds, length)
-        )
-        if record is not None:
-            self._send(snapshot)
+    def _on_examined(self, snapshot: Snapshot, record: Record | None, problem: str, seconds: float) -> None:
+        rank, step, length = snapshot.plan.rank, snapshot.id.step, snapshot.plan.data_bytes
+        committed = SnapshotProgress(step, "committed", problem, "", seconds, length)
+        self._report(rank, snapshot.id.attempt, committed)
+        if record is not None and snapshot.peer is not None:
+            self._sending[rank, step].append(snapshot)
+            self.replicas.send(snapshot.plan, snapshot.id, snapshot.peer)
         if snapshot.taken.persist:
             self._persist(snapshot, record, problem)
         key = Key(snapshot.id, rank)
@@ -241,64 +175,67 @@ class SnapshotStages:
         for action in ready:
             action()
 
-    def _send(self, snapshot: Snapshot) -> None:
-        if snapshot.peer is not None:
-            self._sending[snapshot.plan.rank, snapshot.id.step].append(snapshot)
-            self.replicas.send(snapshot.plan, snapshot.id, snapshot.peer)
+    def _on_replicated(self, outcome: Replicated) -> None:
+        queue = self._sending.get((outcome.rank, outcome.step))
+        if not queue:
+            return
+        snapshot = queue.popleft()
+        if not queue:
+            del self._sending[outcome.rank, outcome.step]
+        about = (outcome.problem, "", outcome.seconds, outcome.bytes, outcome.to)
+        self._report(outcome.rank, snapshot.id.attempt, SnapshotProgress(outcome.step, "replicated", *about))
 
     def _persist(self, snapshot: Snapshot, record: Record | None, problem: str) -> None:
         rank, step = snapshot.plan.rank, snapshot.id.step
         if snapshot.destination is None:
             problem = problem or f"step {step} of rank {rank} has no durable storage to go to"
         if record is None or snapshot.destination is None:
-            self.ranks.tell(rank, snapshot.id.attempt, SnapshotProgress(step, "durable", problem))
+            self._report(rank, snapshot.id.attempt, SnapshotProgress(step, "durable", problem))
             return
-        pin = self.vault.acquire(snapshot.id, rank)
-        task = PersistTask(
-            snapshot.plan, record, pin.descriptor, snapshot.destination, snapshot.job, snapshot.taken.hurry
-        )
+        pin = self._memory.acquire(snapshot.id, rank)
+        hurry = snapshot.taken.hurry
+        task = PersistTask(snapshot.plan, record, pin.descriptor, snapshot.destination, snapshot.job, hurry)
         queue = self._persisting[rank]
         queue.append(_Persisting(task, pin, time.monotonic()))
         if len(queue) == 1:  # else one of an earlier attempt has to come to its end first
             self.persister.submit(task)
 
-    def _persisted(self, outcome: PersistOutcome) -> None:
-        queue = self._persisting.get(outcome.rank)
-        if not queue or queue[0].task.record.step != outcome.step:
-            return
-        first = queue[0]
-        if first.pin is not None:
-            self.vault.unpin(first.pin)
-            first.pin = None
-        if not outcome.published:
-            first.written = outcome
-            return
-        queue.popleft()
-        self._rhythms[outcome.rank].persisted(time.monotonic() - first.begun_s)
-        if queue:
-            self.persister.submit(queue[0].task)
-        else:
-            del self._persisting[outcome.rank]
-        self._ended(first, outcome)
+    def read_persister(self) -> None:
+        """Take in what the persister reports."""
+        for outcome in self.persister.outcomes():
+            queue = self._persisting.get(outcome.rank)
+            if not queue or queue[0].task.record.step != outcome.step:
+                continue
+            first = queue[0]
+            if first.pin is not None:
+                self._memory.unpin(first.pin)
+                first.pin = None
+            if not outcome.published:
+                first.written = outcome
+                continue
+            queue.popleft()
+            self._rhythms[outcome.rank].persist_s = time.monotonic() - first.begun_s
+            if queue:
+                self.persister.submit(queue[0].task)
+            else:
+                del self._persisting[outcome.rank]
+            if not first.is_reported:  # else by the first rank of this host that knew
+                self._report_published(first, outcome)
 
-    def _ended(self, ended: _Persisting, outcome: PersistOutcome) -> None:
-        if ended.is_told:
-            return  # by the first rank of this host that knew
+    def _report_published(self, ended: _Persisting, outcome: PersistOutcome) -> None:
         attempt = ended.task.record.attempt
-        self.ranks.tell(outcome.rank, attempt, _durable(outcome, ended.written))
-        if not outcome.problem:
-            self._tell_others(outcome, attempt)
-
-    def _tell_others(self, outcome: PersistOutcome, attempt: int) -> None:
-        for rank in self.ranks.of(attempt):
+        self._report(outcome.rank, attempt, _durable(outcome, ended.written))
+        if outcome.problem:
+            return
+        for rank in self._ranks_of(attempt):
             if rank == outcome.rank:
                 continue
             queue = self._persisting.get(rank)
-            # Never one that waits: a snapshot of the same step may have been taken again, and is to be told of itself.
+            # Never one that waits: a snapshot of the same step may have been taken again, and gets a report of its own.
             own = queue[0] if queue and queue[0].task.record.snapshot[:2] == (outcome.step, attempt) else None
             if own is not None:
-                own.is_told = True
-            self.ranks.tell(rank, attempt, _durable(outcome, own.written if own is not None else None))
+                own.is_reported = True
+            self._report(rank, attempt, _durable(outcome, own.written if own is not None else None))
 
 
 def _durable(outcome: PersistOutcome, written: PersistOutcome | None) -> SnapshotProgress:

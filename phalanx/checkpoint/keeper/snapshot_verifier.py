@@ -19,14 +19,16 @@ from xxhash import xxh3_64
 
 from phalanx.checkpoint.format.run_sums import state_sum
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.snapshot_slots import Cell, MemoryVault
 from phalanx.checkpoint.keeper_contract import Taken
+from phalanx.checkpoint.snapshot_slots import Cell, SnapshotMemory
 from phalanx.core.fault_points import NO_POINTS, Points
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.keeper.finite_check import Findings
 
 
+# The measured rate moves by `_FORGET` of the way with each chunk. Pauses are short, so that a rate that was wrong is
+# soon made up for, and a snapshot is examined within `_LONGEST_S`, however rarely one is taken.
 _FIRST_BYTES_PER_S = 4e9  # until it has been measured
 _FORGET = 0.2
 _MAX_PAUSE_S = 0.1
@@ -34,39 +36,25 @@ _LONGEST_S = 1.0
 _FIRST_INTERVAL_S = 1.0
 
 
-def budget_s(interval_s: float | None, persist_s: float = 0.0) -> float:
-    """Within how many seconds a snapshot is examined.
-
-    Args:
-        interval_s: how long after the one before it comes; None: it is the first.
-        persist_s: how long it will then take to be durable, if it is to be: with that, too, it is to be done within
-            half of the interval. Else leisure would make the interval longer, and a longer interval leisure.
-    """
-    return max(min((_FIRST_INTERVAL_S if interval_s is None else interval_s) / 2 - persist_s, _LONGEST_S), 0.0)
-
-
 @dataclass
 class Rhythm:
-    """When a rank took its last snapshot and how long the last one took to be durable, to know how long the next may be
-    examined."""
+    """When a rank took its last snapshot, and how long the last one took to be durable or to fail (`persist_s`)."""
 
+    persist_s: float = 0.0
     _last_s: float | None = None
-    _persist_s: float = 0.0
 
-    def beat(self, now_s: float, *, persist: bool) -> float:
-        """A snapshot is taken: within how many seconds it is examined.
+    def budget_s(self, now_s: float, *, persist: bool) -> float:
+        """Within how many seconds the snapshot that is taken now is examined.
+
+        It and, where it is to become durable, persisting are to be done within half of the interval between snapshots.
+        Else leisure would make the interval longer, and a longer interval leisure.
 
         Args:
             now_s: by a clock that never goes back.
-            persist: whether it is to become durable.
         """
-        interval_s = None if self._last_s is None else now_s - self._last_s
+        interval_s = _FIRST_INTERVAL_S if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
-        return budget_s(interval_s, self._persist_s if persist else 0.0)
-
-    def persisted(self, seconds: float) -> None:
-        """One became durable, or will not, so long after it was examined."""
-        self._persist_s = seconds
+        return max(min(interval_s / 2 - (self.persist_s if persist else 0.0), _LONGEST_S), 0.0)
 
 
 class Pace:
@@ -83,7 +71,7 @@ class Pace:
         self._bytes_per_s = _FIRST_BYTES_PER_S
 
     def expect(self, length: int) -> None:
-        """So many bytes more are to be looked at."""
+        """Add to the bytes that are still to be examined."""
         with self._lock:
             self._pending_bytes += length
 
@@ -93,10 +81,13 @@ class Pace:
             self._pending_bytes -= length
             if took_s > 0 and length:
                 self._bytes_per_s += _FORGET * (length / took_s - self._bytes_per_s)
+            # All threads share what is left, at the rate of one.
             needed_s = max(self._pending_bytes, 0) / self._bytes_per_s / self._threads
         left_s = until_s - time.monotonic()
         if needed_s <= 0 or left_s <= needed_s:
             return 0.0
+        # Rests in proportion to the work, so that it is spread evenly, but never so long that the rest cannot be done
+        # in time.
         return min(took_s * (left_s / needed_s - 1), left_s - needed_s, _MAX_PAUSE_S)
 
 
@@ -127,7 +118,7 @@ class ExamineJob:
 
 
 class Examiner:
-    """Examines slots of a vault one after the other.
+    """Examines slots one after the other.
 
     Args:
         points: ``keeper.examined`` before a slot is committed, ``keeper.committed`` after.
@@ -137,12 +128,12 @@ class Examiner:
 
     def __init__(
         self,
-        vault: MemoryVault,
+        memory: SnapshotMemory,
         points: Points = NO_POINTS,
         threads: int = 1,
         give_way: Callable[[], None] = lambda: None,
     ) -> None:
-        self._vault = vault
+        self._memory = memory
         self._points = points
         self._give_way = give_way
         self._pace = Pace(threads)
@@ -157,9 +148,11 @@ class Examiner:
 
     def submit(self, job: ExamineJob) -> None:
         """Examine this after all before it; does not wait. If it is in a hurry, so are those before it."""
+        # Before it is queued: a thread may take it at once, and its bytes are subtracted as it goes.
         self._pace.expect(job.plan.data_bytes)
         with self._lock:
             self._waiting.append(job)
+        # Those before it are in its way.
         if job.taken.hurry:
             self.hurry()
         self._jobs.put(job)
@@ -179,6 +172,7 @@ class Examiner:
             thread.join()
 
     def _run(self) -> None:
+        # To Linux a thread has a priority of its own; training's threads come first.
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         from phalanx.checkpoint.keeper import finite_check  # noqa: F401 (numpy takes a while: here nobody waits for it)
@@ -193,37 +187,54 @@ class Examiner:
                 record, problem = self._commit(job, began_s), ""
             except Exception as error:
                 record, problem = None, f"step {job.snapshot.step} of rank {job.plan.rank} was not examined: {error!r}"
-                self._vault.abandon_own(job.cell.number)
+                # Otherwise the slot would never be free again, and the rank soon have none.
+                self._memory.abandon_own(job.cell.number)
             with self._lock:
                 self._waiting.remove(job)
             job.done(record, problem, time.monotonic() - began_s)
 
     def _commit(self, job: ExamineJob, began_s: float) -> Record:
-        previous = self._vault.previous(job.cell, job.snapshot)
+        # It stays pinned while it is compared, so that no other snapshot is written over it.
+        previous = self._memory.previous(job.cell, job.snapshot)
         try:
             old = None if previous is None else previous.cell.block.memory
             threads = _HURRIED_THREADS if job.hurry.is_set() else 1
-            found = examine(job.plan, job.cell.block.memory, old, self._rest(job, began_s + job.budget_s), threads)
+            until_s, rested_s = began_s + job.budget_s, time.monotonic()
+
+            def rest(length: int) -> None:
+                nonlocal rested_s
+                pause_s = self._pace.pause_s(length, time.monotonic() - rested_s, until_s)
+                # Not a sleep: a hurry ends the pause.
+                if pause_s > 0:
+                    job.hurry.wait(pause_s)
+                rested_s = time.monotonic()
+
+            found = examine(job.plan, job.cell.block.memory, old, rest, threads)
         finally:
             if previous is not None:
-                self._vault.unpin(previous)
-        record = _record(job, found)
+                self._memory.unpin(previous)
+        taken, snapshot = job.taken, job.snapshot
+        record = Record(
+            step=snapshot.step,
+            attempt=snapshot.attempt,
+            set_id=snapshot.set_id,
+            rank=job.plan.rank,
+            shards=job.shards,
+            plan_sha256=job.plan.sha256,
+            data_bytes=job.plan.data_bytes,
+            sums=found.sums,
+            state=taken.state,
+            state_sum=state_sum(taken.state) if taken.state else 0,
+            stepped=taken.stepped,
+            changed=found.changed,
+            sick=found.sick,
+            unix_ns=taken.unix_ns,
+            metrics=dict(taken.metrics),
+        )
         self._points.reach("keeper.examined", step=record.step, rank=record.rank)
-        self._vault.commit_own(job.cell.number, record)
+        self._memory.commit_own(job.cell.number, record)
         self._points.reach("keeper.committed", step=record.step, rank=record.rank)
         return record
-
-    def _rest(self, job: ExamineJob, until_s: float) -> Rest:
-        began_s = time.monotonic()
-
-        def rest(length: int) -> None:
-            nonlocal began_s
-            pause_s = self._pace.pause_s(length, time.monotonic() - began_s, until_s)
-            if pause_s > 0:
-                job.hurry.wait(pause_s)
-            began_s = time.monotonic()
-
-        return rest
 
 
 def examine(
@@ -243,6 +254,7 @@ def examine(
     from phalanx.checkpoint.keeper.finite_check import MOST_NAMES, Findings, has_changed
 
     starts = range(0, plan.data_bytes, CHUNK_BYTES)
+    # Runs of chunks, so that sums put one behind the other are in the order of the memory.
     each = max(1, -(-len(starts) // threads))
     shares = [starts[first : first + each] for first in range(0, len(starts), each)]
     if len(shares) <= 1:
@@ -272,24 +284,3 @@ def _examine_chunks(plan: ShardPlan, memory: memoryview, starts: range, rest: Re
         sums.append(digest.intdigest())
         rest(stop - start)
     return sums, check.sick
-
-
-def _record(job: ExamineJob, found: Findings) -> Record:
-    taken, snapshot = job.taken, job.snapshot
-    return Record(
-        step=snapshot.step,
-        attempt=snapshot.attempt,
-        set_id=snapshot.set_id,
-        rank=job.plan.rank,
-        shards=job.shards,
-        plan_sha256=job.plan.sha256,
-        data_bytes=job.plan.data_bytes,
-        sums=found.sums,
-        state=taken.state,
-        state_sum=state_sum(taken.state) if taken.state else 0,
-        stepped=taken.stepped,
-        changed=found.changed,
-        sick=found.sick,
-        unix_ns=taken.unix_ns,
-        metrics=dict(taken.metrics),
-    )

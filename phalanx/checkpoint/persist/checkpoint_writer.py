@@ -3,11 +3,11 @@
 `write_shard` writes the file of a rank and the part that describes it. The `Publisher` waits until all parts are there
 and none is stale or sick, describes them in a manifest, publishes, and moves the pointer.
 
-Both modes of ``checkpoint.mode`` come here. In the background, the persister process of each host does a
-`PersistWork` per rank: the elements come from a slot, whose memory is checked against its record on the way, run by
-run, before any of it is written; ranks hear through the storage what became of it. Where training stands still
+Both modes of ``checkpoint.mode`` use it. In the background, the persister process of each host does a `PersistWork` per
+rank: the elements come from a slot, whose memory is checked against its record on the way, run by run, before any of it
+is written; ranks learn from the storage what became of it. Where training stands still
 (`phalanx.checkpoint.session.blocking_session`), the ranks do the same themselves: the elements come from the tensors,
-and the ranks tell each other.
+and the ranks exchange the outcome.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from phalanx.checkpoint.persist.publication import (
     join,
     part_name,
     pauses,
+    report_failure,
     require_no_failure,
-    tell_failure,
 )
 from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
 from phalanx.checkpoint.storage.latest import advance, read_latest, require_charge
@@ -61,11 +61,11 @@ from phalanx.core.fault_points import Points
 
 
 class BadMemoryError(ValueError):
-    """The memory of a slot is not what its record says; says which shard, run and tensor."""
+    """The memory of a slot does not match its record; the message names shard, run and tensor."""
 
 
 Elements = Callable[[Piece], Iterable[Buffer]]
-"""Gives the elements of a piece, in order, in as many buffers as it likes; each is good until the next is asked for."""
+"""Gives the elements of a piece, in order, in any number of buffers; each is good until the next is asked for."""
 
 
 def write_shard(
@@ -77,45 +77,45 @@ def write_shard(
         elements: where they come from; None: from the slot of the task.
 
     Raises:
-        BadMemoryError: the slot does not hold what its record says.
+        BadMemoryError: the slot does not match its record.
         OSError: storage refuses.
     """
-    part = ShardPart.of(task, _write_file(store, area, task, points, elements or _Runs(task).of))
-    points.reach("persist.shard-written", rank=task.plan.rank)
+    plan, sums = task.plan, RunSums()
+    source = elements or _SlotReader(task).elements
+
+    def summed() -> Iterator[Buffer]:
+        done, half = 0, plan.file_bytes // 2
+        # Sums are taken on the way out: reading a file again from storage would take as long as writing it.
+        for begins, data in _content(plan, source):
+            if begins:
+                sums.cut()
+            sums.update(data)
+            yield data
+            length = memoryview(data).nbytes
+            if done <= half < done + length:
+                points.reach("persist.shard-half", rank=plan.rank)
+            done += length
+
+    file = store.write(area, plan.file, summed())
+    if file.size_bytes != plan.file_bytes:
+        raise OSError(f"{file.name} has {file.size_bytes} of its {plan.file_bytes} bytes")
+    part = ShardPart.of(task, file.model_copy(update={"sums": sums.finish()}))
+    points.reach("persist.shard-written", rank=plan.rank)
+    # The part comes after the file is durable: from it the publisher knows that the file is there.
     store.write(area, part_name(part.rank), [part.to_bytes()])
-    points.reach("persist.part-written", rank=task.plan.rank)
+    points.reach("persist.part-written", rank=plan.rank)
     return part
-
-
-def _write_file(store: Store, area: str, task: PersistTask, points: Points, elements: Elements) -> FileEntry:
-    sums = RunSums()
-    file = store.write(area, task.plan.file, _summed(task, elements, sums, points))
-    if file.size_bytes != task.plan.file_bytes:
-        raise OSError(f"{file.name} has {file.size_bytes} of its {task.plan.file_bytes} bytes")
-    return file.model_copy(update={"sums": sums.finish()})
-
-
-def _summed(task: PersistTask, elements: Elements, sums: RunSums, points: Points) -> Iterator[Buffer]:
-    """The bytes of the file, with the sums of its runs taken, and a fault point half way."""
-    done, half = 0, task.plan.file_bytes // 2
-    for begins, data in _content(task.plan, elements):
-        if begins:
-            sums.cut()
-        sums.update(data)
-        yield data
-        length = memoryview(data).nbytes
-        if done <= half < done + length:
-            points.reach("persist.shard-half", rank=task.plan.rank)
-        done += length
 
 
 def _content(plan: ShardPlan, elements: Elements) -> Iterator[tuple[bool, Buffer]]:
     """The bytes of the file, and whether an archive begins with these."""
     end = 0
     for piece, offset in zip(plan.pieces, plan.offsets, strict=True):
+        # Archives begin at aligned offsets, so that their elements are aligned in the file too.
         if offset > end:
             yield False, bytes(offset - end)
         yield True, piece.head
+        # A ZIP archive has the CRC of its content behind it.
         crc32 = 0
         for data in elements(piece):
             crc32 = zlib.crc32(data, crc32)
@@ -124,29 +124,23 @@ def _content(plan: ShardPlan, elements: Elements) -> Iterator[tuple[bool, Buffer
         end = offset + piece.archive_bytes
 
 
-class _Runs:
-    """The memory of a slot, read run by run; what is given out has the sum that the record says.
+class _SlotReader:
+    """The memory of a slot, read run by run, each checked against the sum in the record.
 
     Each run is read into memory of its own before it is checked, so that what is written is what was checked, whatever
     happens to the slot meanwhile. It is the same memory for all of them, since the pages of new memory, which the
-    kernel fills with zeros first, would take longer than all sums: what was given out is good until the next is asked
-    for.
-
-    Raises:
-        BadMemoryError: the record does not fit the memory.
+    kernel fills with zeros first, would take longer than all sums: a run is good until the next is read.
     """
 
     def __init__(self, task: PersistTask) -> None:
         self._task = task
         self._number, self._run = -1, memoryview(b"")
         self._buffer = memoryview(bytearray(min(CHUNK_BYTES, task.record.data_bytes)))
-        length_bytes = os.fstat(task.descriptor).st_size
         if task.plan.data_bytes != task.record.data_bytes:
-            raise BadMemoryError(f"{self._who()}: {task.record.data_bytes} bytes where {task.plan.data_bytes} belong")
-        self._require(record_fault(task.record, length_bytes, task.plan))
+            self._require(f"{task.record.data_bytes} bytes where {task.plan.data_bytes} belong")
+        self._require(record_fault(task.record, os.fstat(task.descriptor).st_size, task.plan))
 
-    def of(self, piece: Piece) -> Iterator[memoryview]:
-        """The elements of a piece, in parts."""
+    def elements(self, piece: Piece) -> Iterator[memoryview]:
         start, end = piece.start_bytes, piece.start_bytes + piece.length_bytes
         while start < end:
             number, first = divmod(start, CHUNK_BYTES)
@@ -160,16 +154,13 @@ class _Runs:
             length = min(CHUNK_BYTES, self._task.record.data_bytes - start)
             self._run, self._number = self._buffer[:length], number
             if os.preadv(self._task.descriptor, [self._run], start) != length:
-                raise BadMemoryError(f"{self._who()}: the memory ends within run {number}")
+                self._require(f"the memory ends within run {number}")
             self._require(chunk_fault(self._run, number, self._task.record, self._task.plan))
         return self._run
 
     def _require(self, fault: str | None) -> None:
         if fault is not None:
-            raise BadMemoryError(f"{self._who()}: {fault}")
-
-    def _who(self) -> str:
-        return f"the memory of rank {self._task.plan.rank}'s shard was not written"
+            raise BadMemoryError(f"the memory of rank {self._task.plan.rank}'s shard was not written: {fault}")
 
 
 _INDEX = ".metadata"
@@ -182,12 +173,10 @@ class Publisher:
     """Publishes the checkpoint of one task.
 
     Args:
-        store: durable storage.
         task: rank 0's, with the plan of the job.
-        points: where tests inject faults.
         written: called when rank 0's own shard is written, with its bytes.
         turn: a context in which shards are written, so that not too many are at a time.
-        is_fenced: heed the pointer, and move it when the checkpoint is there; False: it belongs to no attempt.
+        is_fenced: obey the pointer, and move it when the checkpoint is there; False: it belongs to no attempt.
     """
 
     store: Store
@@ -198,7 +187,7 @@ class Publisher:
     is_fenced: bool = True
 
     def publish(self) -> str:
-        """Do it all; the name of the checkpoint. What fails leaves nothing that bears the name of a checkpoint.
+        """Do it all, and return the name of the checkpoint; a failure leaves nothing under such a name.
 
         Raises:
             NotPublishedError: a shard failed or did not come, or the checkpoint is quarantined.
@@ -214,19 +203,24 @@ class Publisher:
             self.written(own.file.size_bytes)
             name = self.finish(area)
         except BaseException as error:
-            tell_failure(self.store, Writing.of(self.task), describe(error))
-            self._discard(area)
+            # First of all, since the other writers wait for it; then what is left of the area goes.
+            report_failure(self.store, Writing.of(self.task), describe(error))
+            with suppress(OSError):
+                if area:
+                    self.store.discard(area)
+                self.store.clean(self.task.record.attempt)  # what others wrote into it while it was removed
             raise
-        self._prune()
+        try:
+            # Only now: until the new one is published the old ones may be needed.
+            prune(self.store, self.task.destination, good_step=self.task.record.step)
+        except OSError as error:  # the checkpoint is there; the next one tries again
+            problem = f"phalanx persister: old checkpoints were not deleted: {describe(error)}"
+            print(problem, file=sys.stderr, flush=True)
         self.points.reach("persist.pruned")
         return name
 
     def begin(self) -> str:
-        """Clear up after dead writers, and make the area in which all ranks write.
-
-        Raises:
-            As `publish`.
-        """
+        """Clear up after dead writers, and make the area in which all ranks write; raises as `publish`."""
         writing = Writing.of(self.task)
         self._require_charge()
         self.store.clean(writing.attempt)
@@ -235,17 +229,16 @@ class Publisher:
         return self.store.begin(writing.step, writing.attempt, writing.nonce)
 
     def finish(self, area: str) -> str:
-        """Wait for the parts of all shards, describe them, publish, and move the pointer; the name of the checkpoint.
-
-        Raises:
-            As `publish`.
-        """
+        """Wait for the parts of all shards, describe them, publish, and move the pointer; returns the name of the
+        checkpoint, and raises as `publish`."""
         parts, files = self._gather(area)
         digest = self._describe(area, parts, files)
         self.points.reach("persist.manifest-written")
         self._judge(area, parts)
         writing = Writing.of(self.task)
-        require_no_failure(self.store, writing)  # somebody may have been told that nothing will come of it
+        # Writers that gave up have reported that nothing will come of it, and a later attempt may be in charge since:
+        # both are looked at last, so that the time in which they could change unseen is short.
+        require_no_failure(self.store, writing)
         self._require_charge()
         self.points.reach("persist.before-publish")
         try:
@@ -255,7 +248,13 @@ class Publisher:
             raise
         self.points.reach("persist.published")
         if self.is_fenced:
-            self._point_to(name, digest)
+            try:
+                advance(self.store, writing.attempt, writing.step, name, digest)
+            except SupersededError:
+                # Gone while it was published. One of the same name that the other attempt has written meanwhile stays.
+                if hashlib.sha256(self.store.at(name).read(MANIFEST)).hexdigest() == digest:
+                    self.store.delete(name)
+                raise
             self.points.reach("persist.pointer-moved")
         return name
 
@@ -263,30 +262,30 @@ class Publisher:
         if self.is_fenced:
             require_charge(read_latest(self.store), self.task.record.attempt)
 
-    def _discard(self, area: str) -> None:
-        with suppress(OSError):
-            if area:
-                self.store.discard(area)
-            self.store.clean(self.task.record.attempt)  # what others wrote into it while it was removed
-
     def _gather(self, area: str) -> tuple[list[ShardPart], list[FileEntry]]:
         """The parts of all shards, in order of rank, and the files that they are in."""
         assert self.task.job is not None, "a publisher has the plan of the job"
         missing = {part_name(rank): rank for rank in self.task.job.shards}
         found: dict[int, tuple[ShardPart, FileEntry]] = {}
-        for _ in pauses(self.task.destination.timeout_s, _LONGEST_WAIT_S):
-            sizes = self.store.sizes(area)
+        timeout_s = self.task.destination.timeout_s
+        for _ in pauses(timeout_s, _LONGEST_WAIT_S):
+            # One listing for all parts that are still missing, and all that have come in one go.
+            sizes = self.store.at(area).sizes()
             come = [name for name in missing if name in sizes]
-            with self.store.ahead(area, [Span(name, 0, sizes[name]) for name in come], sizes) as files:
+            with self.store.at(area).ahead([Span(name, 0, sizes[name]) for name in come], sizes) as files:
                 for name in come:
                     rank = missing.pop(name)
                     found[rank] = self._accept(rank, files.read(name))
             if not missing:
                 in_order = [found[rank] for rank in sorted(found)]
                 return [part for part, _ in in_order], [file for _, file in in_order]
+            # A writer that has given up, or a later attempt, ends the waiting early.
             require_no_failure(self.store, Writing.of(self.task))
             self._require_charge()
-        raise NotPublishedError(self._late(sorted(missing.values())))
+        ranks, shards = sorted(missing.values()), len(self.task.job.shards)
+        names = ", ".join(map(str, ranks[:_SHOWN])) + (" and more" if len(ranks) > _SHOWN else "")
+        problem = f"{len(ranks)} of {shards} shards were not written within {timeout_s:.0f} s: of rank {names}"
+        raise NotPublishedError(problem)
 
     def _accept(self, rank: int, content: bytes) -> tuple[ShardPart, FileEntry]:
         try:
@@ -294,33 +293,43 @@ class Publisher:
         except (ValueError, TypeError, KeyError) as error:
             raise NotPublishedError(f"{part_name(rank)} cannot be read ({error})") from None
         expected = Writing.of(self.task)
+        # Parts of two attempts at the same step would make a checkpoint that nobody ever had.
         if (part.writing, part.rank) != (expected, rank):
             raise NotPublishedError(f"{part_name(rank)} belongs to {part.writing}, not {expected}")
         digest = hashlib.sha256(content).hexdigest()
         return part, FileEntry(name=part_name(rank), size_bytes=len(content), sha256=digest)
 
-    def _late(self, ranks: list[int]) -> str:
-        names = ", ".join(map(str, ranks[:_SHOWN])) + (" and more" if len(ranks) > _SHOWN else "")
-        limit = f"within {self.task.destination.timeout_s:.0f} s"
-        return f"{len(ranks)} of {self._shards} shards were not written {limit}: of rank {names}"
-
-    @property
-    def _shards(self) -> int:
-        return len(self.task.job.shards) if self.task.job is not None else 0
-
     def _describe(self, area: str, parts: list[ShardPart], part_files: list[FileEntry]) -> str:
         """Write index, manifest and sums; SHA-256 of the manifest."""
-        assert self.task.job is not None, "a publisher has the plan of the job"
-        files = [self.store.write(area, _INDEX, [self.task.job.index])]
-        files += [part.file for part in parts]
-        manifest = _manifest(self.task, files + part_files)
+        job, record = self.task.job, self.task.record
+        assert job is not None, "a publisher has the plan of the job"
+        files = [self.store.write(area, _INDEX, [job.index]), *(part.file for part in parts), *part_files]
+        taken = datetime.fromtimestamp(record.unix_ns / 1e9, UTC) if record.unix_ns else datetime.now(UTC)
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            step=record.step,
+            created=taken.isoformat(timespec="milliseconds"),
+            phalanx_version=__version__,
+            torch_version=job.torch_version,
+            attempt=record.attempt,
+            config_sha256=manifests.config_sha256(job.config),
+            config=dict(job.config),
+            state=parse_state(record.state)[0] if record.state else None,
+            metrics=record.metrics,
+            layout=job.layout,
+            tensors={name: TensorEntry.model_validate(entry) for name, entry in job.tensors.items()},
+            files=files,
+        )
         content = manifests.encode(manifest)
         digest = hashlib.sha256(content).hexdigest()
+        # SHA256SUMS comes last: in an object store its being there is what makes the area a checkpoint.
         self.store.write(area, MANIFEST, [content])
         self.store.write(area, SUMS, [manifests.sums_text(manifest.files, digest)])
         return digest
 
     def _judge(self, area: str, parts: list[ShardPart]) -> None:
+        """Quarantine what must not be restored: after numbers that are not finite, or with an optimizer that does
+        nothing, training would go on from a state that is lost already."""
         records = [part.record for part in parts]
         sick = sick_tensors(records)
         if sick:
@@ -331,26 +340,8 @@ class Publisher:
 
     def _quarantine(self, area: str, why: str, reason: str) -> None:
         problem = f"the checkpoint of step {self.task.record.step} is {why}: {reason}; it is kept aside"
-        tell_failure(self.store, Writing.of(self.task), problem)
+        report_failure(self.store, Writing.of(self.task), problem)
         raise NotPublishedError(f"{problem} as {self.store.quarantine(area, why)}")
-
-    def _point_to(self, name: str, digest: str) -> None:
-        record = self.task.record
-        try:
-            advance(self.store, record.attempt, record.step, name, digest)
-        except SupersededError:
-            # Gone while it was published. One of the same name that the other attempt has written meanwhile stays.
-            if hashlib.sha256(self.store.read(name, MANIFEST)).hexdigest() == digest:
-                self.store.delete(name)
-            raise
-
-    def _prune(self) -> None:
-        try:
-            prune(self.store, self.task.destination, good_step=self.task.record.step)
-        except OSError as error:  # the checkpoint is there; the next one tries again
-            print(
-                f"phalanx persister: old checkpoints were not deleted: {describe(error)}", file=sys.stderr, flush=True
-            )
 
 
 def describe(error: BaseException) -> str:
@@ -362,33 +353,10 @@ def describe(error: BaseException) -> str:
     return text if text and isinstance(error, meant) else f"{type(error).__name__}: {text}"
 
 
-def _manifest(task: PersistTask, files: list[FileEntry]) -> Manifest:
-    job, record = task.job, task.record
-    assert job is not None, "a publisher has the plan of the job"
-    taken = datetime.fromtimestamp(record.unix_ns / 1e9, UTC) if record.unix_ns else datetime.now(UTC)
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        step=record.step,
-        created=taken.isoformat(timespec="milliseconds"),
-        phalanx_version=__version__,
-        torch_version=job.torch_version,
-        attempt=record.attempt,
-        config_sha256=manifests.config_sha256(job.config),
-        config=dict(job.config),
-        state=parse_state(record.state)[0] if record.state else None,
-        metrics=record.metrics,
-        layout=job.layout,
-        tensors={name: TensorEntry.model_validate(entry) for name, entry in job.tensors.items()},
-        files=files,
-    )
-
-
 _PROBLEM_CHARACTERS = 4000
-OpenStore = Callable[[PersistTask], Store]
 
 
-def open_destination(task: PersistTask) -> Store:
-    """The storage of a task. UserError: there is none of that kind."""
+def _open_destination(task: PersistTask) -> Store:
     return open_store(task.destination.url, task.destination.options)
 
 
@@ -397,47 +365,53 @@ class PersistWork:
     """One task, done in a thread of its own.
 
     Args:
-        task: what is to be done; its descriptor is closed at the end.
-        points: where tests inject faults.
-        tell: is given the two outcomes, one after the other, whatever happens.
+        task: its descriptor is closed at the end.
+        report: called with the two outcomes, one after the other, whatever happens.
         turn: shards are written within this context, so that not too many are at a time.
-        open_storage: how the storage is reached.
         endings: of the tasks of this process.
     """
 
     task: PersistTask
     points: Points
-    tell: Callable[[PersistOutcome], None]
+    report: Callable[[PersistOutcome], None]
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
-    open_storage: OpenStore = open_destination
+    open_storage: Callable[[PersistTask], Store] = _open_destination
     endings: Endings = field(default_factory=Endings)
 
     def run(self) -> None:
         """Do it. Never raises."""
         self._begun_s = time.monotonic()
-        self._told_written = False
+        self._is_written_reported = False
         try:
             store = self.open_storage(self.task)
-            name = self._publish(store) if self.task.job is not None else self._contribute(store)
+            if self.task.job is None:
+                name = self._contribute(store)
+            else:
+                try:
+                    name = Publisher(store, self.task, self.points, self._written, self.turn).publish()
+                finally:
+                    self.endings.settle(Writing.of(self.task))
         except Exception as error:
-            self._fail(error)
+            who = f"step {self.task.record.step}, rank {self.task.plan.rank}"
+            problem = f"{who}: {describe(error)}"[:_PROBLEM_CHARACTERS]
+            print(f"phalanx persister: {problem}", file=sys.stderr, flush=True)
+            # A rank waits for both outcomes, so both come, whatever went wrong.
+            if not self._is_written_reported:
+                self.report(self._outcome(published=False, problem=problem))
+            self.report(self._outcome(published=True, problem=problem))
         else:
-            self.tell(self._outcome(published=True, name=name))
+            self.report(self._outcome(published=True, name=name))
         finally:
             os.close(self.task.descriptor)
-
-    def _publish(self, store: Store) -> str:
-        try:
-            return Publisher(store, self.task, self.points, self._written, self.turn).publish()
-        finally:
-            self.endings.settle(Writing.of(self.task))
 
     def _contribute(self, store: Store) -> str:
         """Write a shard of what another task publishes, here or on another host."""
         writing, timeout_s = Writing.of(self.task), self.task.destination.timeout_s
+        # As it is before this part is there: the publisher can move the pointer only after, so a change is its doing.
         before = read_latest(store)
         require_charge(before, writing.attempt)
         area = join(store, writing, timeout_s)
+        # A rank without pieces, a copy of another's state, writes nothing, and still waits for the end.
         self._written(self._write(store, area) if self.task.plan.pieces else 0)
         own, ranks = part_name(self.task.plan.rank) if self.task.plan.pieces else "", self.task.plan.world_size
         wait_s = 2 * timeout_s  # for the shards of others, and to publish
@@ -455,21 +429,13 @@ class PersistWork:
         except Exception as error:
             with suppress(OSError):
                 require_no_failure(store, Writing.of(self.task))  # then the area went while this was written into it
-            tell_failure(store, Writing.of(self.task), f"the shard of rank {self.task.plan.rank}: {describe(error)}")
+            report_failure(store, Writing.of(self.task), f"the shard of rank {self.task.plan.rank}: {describe(error)}")
             raise
         return part.file.size_bytes
 
     def _written(self, size_bytes: int) -> None:
-        self.tell(self._outcome(published=False, size_bytes=size_bytes))
-        self._told_written = True
-
-    def _fail(self, error: Exception) -> None:
-        who = f"step {self.task.record.step}, rank {self.task.plan.rank}"
-        problem = f"{who}: {describe(error)}"[:_PROBLEM_CHARACTERS]
-        print(f"phalanx persister: {problem}", file=sys.stderr, flush=True)
-        if not self._told_written:
-            self.tell(self._outcome(published=False, problem=problem))
-        self.tell(self._outcome(published=True, problem=problem))
+        self.report(self._outcome(published=False, size_bytes=size_bytes))
+        self._is_written_reported = True
 
     def _outcome(self, *, published: bool, problem: str = "", name: str = "", size_bytes: int = 0) -> PersistOutcome:
         seconds = time.monotonic() - self._begun_s

@@ -14,46 +14,42 @@ import psutil
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan
 from phalanx.checkpoint.keeper_contract import PersistOutcome, PersistTask
 from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
-from phalanx.checkpoint.persist.persister_process import TO_PERSISTER, Errand, Known, Submit, read_memory
+from phalanx.checkpoint.persist.persister_process import TO_PERSISTER, ReceivedPlans, Submit, TaskDetails
 from phalanx.checkpoint.persist.publication import Endings, withdraw
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.fault_points import Points, points_from_environment
 from phalanx.ipc.local_socket import receive, send
-from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process
+from phalanx.ipc.processes import die_with_parent, name_process
+from phalanx.ipc.shared_memory import read_document
+from phalanx.ipc.stop_request import STOP_SIGNALS
 
 _WRITERS = 2  # shards that are written at a time where there is no hurry
 _NICE = 10
 _LOWEST_IO = 7
-_IGNORED = (*STOP_SIGNALS, signal.SIGHUP)  # meant for the job; the keeper says when to end
 
 
 def main(connection: int, parent: int | None) -> NoReturn:
     """Serve the keeper at the descriptor `connection` until it hangs up; dies with `parent` where there is one."""
-    for number in _IGNORED:
+    for number in (*STOP_SIGNALS, signal.SIGHUP):  # meant for the job; the keeper decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     name_process("phalanx persist")
     if parent is not None:
         die_with_parent(parent)
     with socket.socket(fileno=connection) as keeper:
         Server(keeper, points_from_environment()).serve()
-    os._exit(0)  # also in the middle of a task: whoever would want it is gone
+    os._exit(0)  # also in the middle of a task: nobody is left that would want it
 
 
 class Server:
-    """The keeper's tasks.
-
-    Args:
-        keeper: the connection.
-        points: where tests inject faults.
-    """
+    """Serves the tasks of the keeper at the other end of a connection."""
 
     def __init__(self, keeper: socket.socket, points: Points) -> None:
         self._keeper = keeper
         self._points = points
         self._sending = threading.Lock()
         self._turns = threading.BoundedSemaphore(_WRITERS)
-        self._plans = Known(ShardPlan.from_bytes)
-        self._jobs = Known(JobPlan.from_bytes)
+        self._plans = ReceivedPlans(ShardPlan.from_bytes)
+        self._jobs = ReceivedPlans(JobPlan.from_bytes)
         self._endings = Endings()
 
     def serve(self) -> None:
@@ -67,47 +63,43 @@ class Server:
                 os.umask(task.destination.umask)  # of the latest attempt; threads have none of their own
                 threading.Thread(target=self._work, args=(task,), name=f"rank {task.plan.rank}", daemon=True).start()
             else:
-                errand = Errand.from_bytes(_read(descriptors[0]))
-                os.umask(errand.destination.umask)
-                threading.Thread(target=_abandon, args=(errand,), name="abandon", daemon=True).start()
+                details = TaskDetails.from_bytes(_read(descriptors[0]))
+                os.umask(details.destination.umask)
+                threading.Thread(target=_abandon, args=(details,), name="abandon", daemon=True).start()
 
     def _task(self, message: Submit, descriptors: list[int]) -> PersistTask:
-        slot, errand, *plans = descriptors
-        said = Errand.from_bytes(_read(errand))
+        slot, memory, *plans = descriptors
+        details = TaskDetails.from_bytes(_read(memory))
         plan = self._plans.get(message.plan, plans[0])
         job = self._jobs.get(message.job, plans[1]) if message.job else None
         for descriptor in plans:
             os.close(descriptor)
-        return PersistTask(plan, said.record, slot, said.destination, job, message.hurry)
+        return PersistTask(plan, details.record, slot, details.destination, job, message.hurry)
 
     def _work(self, task: PersistTask) -> None:
         if not task.hurry:
-            _spare_the_cores()
+            # Give way to training, with all threads that this one starts: Linux has priorities of threads.
+            thread = threading.get_native_id()
+            with suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+            with suppress(OSError, AttributeError, psutil.Error):
+                psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_IO)
         turn = nullcontext() if task.hurry else self._turns
-        PersistWork(task, self._points, self._tell, turn, endings=self._endings).run()
+        PersistWork(task, self._points, self._report, turn, endings=self._endings).run()
 
-    def _tell(self, outcome: PersistOutcome) -> None:
+    def _report(self, outcome: PersistOutcome) -> None:
         with self._sending, suppress(OSError):  # a keeper that is gone needs no answer
             send(self._keeper, outcome)
 
 
-def _abandon(errand: Errand) -> None:
+def _abandon(details: TaskDetails) -> None:
     with suppress(Exception):
-        store = open_store(errand.destination.url, errand.destination.options)
-        withdraw(store, errand.writing, errand.record.rank, errand.problem)
-        store.clean(errand.record.attempt)
-
-
-def _spare_the_cores() -> None:
-    """Let this thread, and those that it starts, give way to training: Linux has priorities of threads."""
-    thread = threading.get_native_id()
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
-    with suppress(OSError, AttributeError, psutil.Error):
-        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_IO)
+        store = open_store(details.destination.url, details.destination.options)
+        withdraw(store, details.writing, details.record.rank, details.problem)
+        store.clean(details.record.attempt)
 
 
 def _read(descriptor: int) -> bytes:
-    content = read_memory(descriptor)
+    content = read_document(descriptor)
     os.close(descriptor)
     return content

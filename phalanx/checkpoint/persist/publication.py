@@ -1,11 +1,11 @@
-"""How a durable checkpoint is published: what writers of shards and the publisher tell each other by files.
+"""How a durable checkpoint is published: the files by which writers of shards and the publisher communicate.
 
 Beside a shard its writer leaves a *part*, a small JSON file, for the publisher. It stays in the published checkpoint,
-listed in the manifest like every other file, and tells which rank wrote what.
+listed in the manifest like every other file, and says which rank wrote what.
 
-A checkpoint that is published shows in the pointer. One that will not be is told of by a small file beside the
-checkpoints, ``failed-step-00000012.a3-1f….json``, which goes when the next one is begun. Those who wrote a shard wait
-for one or the other, looking more and more rarely.
+A checkpoint that is published shows in the pointer. For one that will not be there is a small file beside the
+checkpoints, ``failed-step-00000012.a3-1f….json``, which goes when the next one is begun. The writers of shards wait for
+one or the other, looking more and more rarely.
 """
 
 from __future__ import annotations
@@ -42,14 +42,8 @@ class Writing(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardPart:
-    """A shard that is written.
-
-    Attributes:
-        writing: of which checkpoint.
-        rank: whose shard.
-        file: it.
-        record: the slot's, without its sums, which said what the memory was; the file has its own.
-    """
+    """A shard that is written into `file`; `record` is the slot's, without the sums of its memory: the file has its
+    own."""
 
     writing: Writing
     rank: int
@@ -68,11 +62,7 @@ class ShardPart:
 
     @staticmethod
     def from_bytes(content: bytes) -> ShardPart:
-        """The reverse of `to_bytes`.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is something else.
-        """
+        """The reverse of `to_bytes`; ValueError, TypeError, KeyError: it is something else."""
         tree: dict[str, Any] = json.loads(content)
         file = FileEntry.model_validate(tree["file"])
         record = Record.from_text(json.dumps(tree["record"]))
@@ -88,57 +78,51 @@ _PREFIX = "failed-"
 _GONE_S = 30.0  # after the area has gone: renamed, so that the pointer moves next, or removed
 _TRIES = 2
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 2.0
-_GROWTH = 1.2
-"""Of the waits: what is waited for is heard of late by at most this share of the time that it took."""
-
+_GROWTH = 1.2  # of the waits: an end is seen late by at most this share of the time that it took
+# Ranks of a large job that look at the storage in a second: some six requests each by one rank in eight, the first of
+# its host to wait; object stores take some thousands a second (S3: 5,500 reads a second of one prefix).
 _RANKS_PER_S = 2500
-"""Of a large job, that look at the storage in a second: some six requests each by one rank in eight, the first of its
-host to wait; object stores take some thousands a second (S3: 5,500 reads a second of one prefix)."""
 
 
 class NotPublishedError(RuntimeError):
-    """The checkpoint will not be there; says why."""
+    """The checkpoint will not be there; the message gives the reason."""
 
 
-def tell_failure(store: Store, writing: Writing, problem: str) -> None:
-    """Tell the publisher and the other writers that nothing will come of it, as far as storage still can; who tells it
-    first is heard."""
+def report_failure(store: Store, writing: Writing, problem: str) -> None:
+    """Report to the publisher and the other writers that nothing will come of it, as far as storage still can; the
+    first report counts."""
     with suppress(OSError):
-        _tell(store, writing, problem)
+        _report(store, writing, problem)
 
 
 def require_no_failure(store: Store, writing: Writing) -> None:
-    """See whether a checkpoint has failed.
-
-    Raises:
-        NotPublishedError: it has; says why.
-        OSError: storage refuses.
-    """
+    """Raise NotPublishedError, with the reason, where a checkpoint has failed; OSError: storage refuses."""
     with suppress(FileNotFoundError):
         raise NotPublishedError(json.loads(store.get(_key(writing)))["problem"])
 
 
 def withdraw(store: Store, writing: Writing, rank: int, problem: str) -> None:
-    """Tell that the part of `rank` will not come, whose keeper is gone; unless it is there, or all is published.
-
-    Args:
-        store: where.
-        writing: which checkpoint.
-        rank: whose part; with the keeper of rank 0's host the publisher is gone too.
-        problem: why.
+    """Report that the part of `rank`, whose keeper is gone, will not come; unless it is there, or all is published.
 
     Raises:
         SupersededError: a higher attempt is in charge. OSError: storage refuses.
     """
     latest = read_latest(store)
     require_charge(latest, writing.attempt)
-    is_published = latest is not None and _points_to(latest, writing)
-    if not is_published and (rank == 0 or not _has_part(store, writing, rank)):
-        _tell(store, writing, problem)
+    # It is published, so nothing can be withdrawn any more.
+    if latest is not None and _points_to(latest, writing):
+        return
+    has_part = False
+    if rank:  # with the keeper of rank 0's host the publisher is gone too, so its part does not help
+        with suppress(TimeoutError):  # nobody has begun it
+            area = store.join(writing.step, writing.attempt, writing.nonce, 0.0)
+            has_part = part_name(rank) in store.files(area)
+    if not has_part:
+        _report(store, writing, problem)
 
 
 def forget_failures(store: Store, but: Writing) -> None:
-    """Remove what was told of checkpoints other than `but`, of which a writer may have told before it was begun."""
+    """Remove the reports on checkpoints other than `but`, on which a writer may have reported before it was begun."""
     for key in store.keys(_PREFIX):
         if key != _key(but):
             with suppress(IsADirectoryError, PermissionError):  # nobody's note
@@ -146,20 +130,17 @@ def forget_failures(store: Store, but: Writing) -> None:
 
 
 def forget_failure(store: Store, writing: Writing) -> None:
-    """Remove what was told of a checkpoint: it is tried again, and nobody writes it any more."""
+    """Remove the report on a checkpoint that is tried again, and that nobody writes any more."""
     store.remove(_key(writing))
 
 
 def join(store: Store, writing: Writing, timeout_s: float) -> str:
-    """The area of a checkpoint that another task publishes, when it is there.
-
-    Raises:
-        NotPublishedError, SupersededError, TimeoutError, OSError: as `await_end`.
-    """
+    """The area of a checkpoint that another task publishes, when it is there; raises as `await_end`."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         try:
+            # In short waits, so that a failure, or a later attempt, is noticed between them.
             return store.join(writing.step, writing.attempt, writing.nonce, min(_LONGEST_WAIT_S, left_s))
         except TimeoutError:
             require_no_failure(store, writing)
@@ -170,22 +151,19 @@ def join(store: Store, writing: Writing, timeout_s: float) -> str:
 
 @dataclass
 class Endings:
-    """What becomes of checkpoints, for the tasks of one host: one of them looks at the storage, the others hear of it
-    from that one; it looks at once when the publisher is one of them and is done."""
+    """What becomes of checkpoints, for the tasks of one host: one of them looks at the storage for all, at once when
+    the publisher is one of them and is done."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _looking: dict[Writing, tuple[Future[str], threading.Event]] = field(default_factory=dict)
 
     def hear(self, writing: Writing, look: Callable[[threading.Event], str]) -> str:
-        """What `look` finds, or what it raises, for all that ask while one of them looks.
-
-        Args:
-            writing: which checkpoint.
-            look: waits for its end; is given what is set when a look is worth it.
-        """
+        """What `look` finds, or what it raises, for all that ask while one of them looks; it waits for the end of the
+        checkpoint, and is given an event that is set when a look is worth it."""
         with self._lock:
             known = self._looking.get(writing)
             found, worth_it = known or (Future(), threading.Event())
+            # The first of a host's ranks asks the storage for all of them, or a large job would ask it too often.
             if known is None:
                 self._looking[writing] = found, worth_it
         if known is None:
@@ -220,18 +198,14 @@ def await_end(
     """Wait until another host has published the checkpoint that is written in `area`; its name.
 
     Args:
-        store: where.
-        area: as `Store.join` called it.
-        own: a file that was written into it; the area has gone when this has. Empty: there is none.
-        writing: which checkpoint.
+        own: a file that was written into the area, which has gone when this has; empty: there is none.
         before: the pointer as it was before this host's part was there.
-        timeout_s: how long at most.
         ranks: of the job, that may all be waiting: the more, the more rarely each looks.
-        worth_it: is set when a look is.
+        worth_it: an event that is set when a look is worth it.
 
     Raises:
         NotPublishedError: it will not be.
-        TimeoutError: that cannot be told yet.
+        TimeoutError: that is not known yet.
         SupersededError: a higher attempt is in charge.
         OSError: storage refuses.
     """
@@ -239,11 +213,20 @@ def await_end(
     longest_s = max(_LONGEST_WAIT_S, ranks / _RANKS_PER_S)
     for now in pauses(timeout_s, longest_s, longest_s * _FIRST_WAIT_S / _LONGEST_WAIT_S, worth_it):
         latest = read_latest(store)
+        # The pointer first: once it has moved, a failure that is reported late is none. As it was before, it is that of
+        # an earlier try of the same step.
         if latest is not None and _points_to(latest, writing) and latest != before:
             return latest.name
         require_charge(latest, writing.attempt)
         require_no_failure(store, writing)
-        gone_at = None if not own or _is_there(store, area, own) else (gone_at or now)
+        # One file is asked for, not the area listed: a listing has all files of all ranks.
+        is_there = True
+        if own:
+            try:
+                store.at(area).size_bytes(own)
+            except FileNotFoundError:
+                is_there = False
+        gone_at = None if is_there else (gone_at or now)
         if gone_at is not None and now - gone_at > _GONE_S:
             raise NotPublishedError(f"what was written of it has gone from {store.url}, and the pointer did not move")
     raise TimeoutError(f"{store.url}: step {writing.step} was not published within {timeout_s:.0f} s")
@@ -252,12 +235,8 @@ def await_end(
 def pauses(
     timeout_s: float, longest_s: float, first_s: float = _FIRST_WAIT_S, worth_it: threading.Event | None = None
 ) -> Iterator[float]:
-    """The time (monotonic), again and again, with longer and longer pauses, until the timeout has passed.
-
-    Args:
-        longest_s, first_s: pauses.
-        worth_it: ends the pause in which it is set.
-    """
+    """The time (monotonic), again and again, with longer and longer pauses, until the timeout has passed; `worth_it`
+    ends the pause in which it is set."""
     deadline, wait_s = time.monotonic() + timeout_s, first_s
     woken = worth_it or threading.Event()
     while True:
@@ -270,27 +249,13 @@ def pauses(
         wait_s = min(_GROWTH * wait_s, longest_s)
 
 
-def _is_there(store: Store, area: str, file: str) -> bool:
-    try:
-        store.size_bytes(area, file)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _points_to(latest: Latest, writing: Writing) -> bool:
     return (latest.attempt, latest.step) == (writing.attempt, writing.step)
 
 
-def _has_part(store: Store, writing: Writing, rank: int) -> bool:
-    try:
-        return part_name(rank) in store.files(store.join(writing.step, writing.attempt, writing.nonce, 0.0))
-    except TimeoutError:
-        return False  # nobody has begun it
-
-
-def _tell(store: Store, writing: Writing, problem: str) -> None:
+def _report(store: Store, writing: Writing, problem: str) -> None:
     content = json.dumps({"problem": problem}, ensure_ascii=False).encode()
+    # Errors of storage pass; that of the last try is raised.
     for _ in range(_TRIES - 1):
         with suppress(OSError):
             store.create(_key(writing), content)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,10 +33,10 @@ from phalanx.checkpoint.replicas.sender import deadline_s, describe, disagreemen
 STREAMS = 2
 """Connections at once for one shard; docs/replicas.md has the figures."""
 
-_MORE_TRIES = 3  # where a gate is crowded
+_TRIES = 4  # where a gate is crowded
 _SPLIT_BYTES = 16 << 20  # below that, one connection does
 
-Run = tuple[int, int]
+Run = tuple[int, int]  # the first chunk, and how many
 
 
 class DamagedError(OSError):
@@ -73,18 +73,6 @@ def list_held(endpoint: Endpoint, secret: bytes, idle_s: float = IDLE_S) -> list
         return [Held(_record(link, text), bool(is_replica)) for text, is_replica in held]
 
 
-def describe_held(
-    endpoint: Endpoint, secret: bytes, snapshot: SnapshotId, rank: int, idle_s: float = IDLE_S
-) -> tuple[Record, ShardPlan]:
-    """Record and plan of a shard that the keeper at `endpoint` holds, without its bytes.
-
-    Raises:
-        LookupError: it does not. LinkError: it cannot be reached, or has another secret.
-    """
-    with _called(endpoint, secret, idle_s) as link:
-        return _ask(link, snapshot, rank)
-
-
 def fetch(
     endpoint: Endpoint,
     secret: bytes,
@@ -110,17 +98,26 @@ def fetch(
     began_s = time.monotonic()
     with _called(endpoint, secret, idle_s) as link:
         record, plan = _ask(link, snapshot, rank)
-        memory = _writable(into(record, plan) if callable(into) else into)
+        memory = memoryview(into(record, plan) if callable(into) else into)
+        if memory.readonly:
+            raise ValueError("the memory that a shard is to come into is read-only")
+        memory = memory.cast("B")
         if len(memory) < record.data_bytes:
             raise ValueError(f"{len(memory)} bytes of memory for the {record.data_bytes} of rank {rank}")
-        runs = _split(record, streams)
+        # All chunks as runs of about equal length, one for each connection that is worth it.
+        chunks = len(record.sums)
+        count = max(1, min(streams, record.data_bytes // _SPLIT_BYTES))
+        edges = [chunks * i // count for i in range(count + 1)]
+        runs = [(low, high - low) for low, high in pairwise(edges) if high > low]
+
+        def fetch_apart(run: Run) -> None:
+            with _called(endpoint, secret, idle_s) as another:
+                _fetch_run(another, record, run, memory)
+
         with ThreadPoolExecutor(max(len(runs) - 1, 1), "replica-fetch") as pool:
-            others = [
-                pool.submit(_fetch_apart, endpoint, secret, idle_s, record, run, _part(memory, record, run))
-                for run in runs[1:]
-            ]
+            others = [pool.submit(fetch_apart, run) for run in runs[1:]]
             for run in runs[:1]:
-                _fetch_run(link, record, run, _part(memory, record, run))
+                _fetch_run(link, record, run, memory)
             for other in others:
                 other.result()
     seconds = time.monotonic() - began_s
@@ -129,11 +126,7 @@ def fetch(
 
 
 class RemoteCopy:
-    """A committed copy that another host holds, on a connection of its own.
-
-    Attributes:
-        record, plan: of it.
-    """
+    """A committed copy that another host holds, on a connection of its own."""
 
     def __init__(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> None:
         self._link = link
@@ -143,7 +136,7 @@ class RemoteCopy:
     def chunks(self, numbers: Sequence[int]) -> Iterator[memoryview]:
         """The chunks of these numbers, in order, as they come; each holds until the next is taken.
 
-        They are not checked: who copies them sums them while they are in the cache. Between the first and the last,
+        They are not checked: the caller sums them while they are in the cache. Between the first and the last,
         nothing else can be asked of this copy.
 
         Raises:
@@ -151,7 +144,13 @@ class RemoteCopy:
         """
         if not numbers:
             return
-        _want(self._link, self.record.snapshot, self.record.rank, _runs(numbers), plan=False)
+        runs: list[Run] = []
+        for number in numbers:
+            if runs and sum(runs[-1]) == number:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((number, 1))
+        _want(self._link, self.record.snapshot, self.record.rank, runs, plan=False)
         memory = memoryview(bytearray(min(CHUNK_BYTES, self.record.data_bytes)))
         for number in numbers:
             chunk = memory[: _length(self.record, (number, 1))]
@@ -160,11 +159,7 @@ class RemoteCopy:
 
 
 class PeerCopies:
-    """Opens copies that keepers of other hosts hold.
-
-    Args:
-        secret: of the job's keepers.
-    """
+    """Opens copies that keepers of other hosts hold; `secret`: of the job's keepers."""
 
     def __init__(self, secret: bytes, idle_s: float = IDLE_S) -> None:
         self._secret = secret
@@ -181,22 +176,12 @@ class PeerCopies:
             yield RemoteCopy(link, *_ask(link, snapshot, rank))
 
 
-Part = tuple[Run, int, memoryview]
-"""A run of chunks, how many of its first bytes are not wanted, and where the rest goes."""
-
-
-def _fetch_apart(
-    endpoint: Endpoint, secret: bytes, idle_s: float, record: Record, run: Run, memory: memoryview
-) -> None:
-    with _called(endpoint, secret, idle_s) as link:
-        _fetch_run(link, record, run, memory)
-
-
 def _fetch_run(link: ReplicaLink, record: Record, run: Run, memory: memoryview) -> None:
     given = _want(link, record.snapshot, record.rank, [run], plan=False)
     if _record(link, given.record) != record:
         raise DamagedError(f"step {record.step}, rank {record.rank} at {link.host} has another record than before")
-    wrong = receive_chunks(link, memory, record, run[0])
+    start = run[0] * CHUNK_BYTES
+    wrong = receive_chunks(link, memory[start : start + _length(record, run)], record, run[0])
     if wrong:
         raise DamagedError(describe(record, wrong, link.host))
 
@@ -232,52 +217,20 @@ def _record(link: ReplicaLink, text: str) -> Record:
         raise LinkError(f"{link.host} sent something that is no record: {error}") from None
 
 
-def _split(record: Record, streams: int) -> list[Run]:
-    """All chunks of a shard as runs of about equal length, one for each connection that is worth it."""
-    chunks = len(record.sums)
-    count = max(1, min(streams, record.data_bytes // _SPLIT_BYTES))
-    edges = [chunks * i // count for i in range(count + 1)]
-    return [(low, high - low) for low, high in pairwise(edges) if high > low]
-
-
-def _runs(numbers: Sequence[int]) -> list[Run]:
-    """Numbers of chunks as runs, in the same order."""
-    runs: list[Run] = []
-    for number in numbers:
-        if runs and sum(runs[-1]) == number:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((number, 1))
-    return runs
-
-
-def _part(memory: memoryview, record: Record, run: Run) -> memoryview:
-    start = run[0] * CHUNK_BYTES
-    return memory[start : start + _length(record, run)]
-
-
 def _length(record: Record, run: Run) -> int:
     return min((run[0] + run[1]) * CHUNK_BYTES, record.data_bytes) - run[0] * CHUNK_BYTES
 
 
-def _writable(buffer: Buffer) -> memoryview:
-    memory = memoryview(buffer)
-    if memory.readonly:
-        raise ValueError("the memory that a shard is to come into is read-only")
-    return memory.cast("B")
-
-
 @contextmanager
 def _called(endpoint: Endpoint, secret: bytes, idle_s: float) -> Iterator[ReplicaLink]:
-    link = _call(endpoint, secret, idle_s)
+    for left in reversed(range(_TRIES)):
+        try:
+            link = call(endpoint, secret, idle_s)
+            break
+        except TurnedAwayError:
+            if not left:
+                raise
     try:
         yield link
     finally:
         link.close()
-
-
-def _call(endpoint: Endpoint, secret: bytes, idle_s: float) -> ReplicaLink:
-    for _ in range(_MORE_TRIES):
-        with suppress(TurnedAwayError):
-            return call(endpoint, secret, idle_s)
-    return call(endpoint, secret, idle_s)

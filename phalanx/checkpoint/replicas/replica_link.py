@@ -24,77 +24,67 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import msgspec
 
 from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.ipc.handshake import HELLO_BYTES, MESSAGE_BYTES, TAG_BYTES, Cipher, Handshake, NotAuthenticError, knock
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """Of the classes below."""
 
 
-@dataclass(frozen=True)
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Listener: you are let in; `host`: who says so."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Listener: no. `later_attempt`: because it has seen a later attempt than the caller's."""
 
     why: str
     later_attempt: bool = False
 
 
-@dataclass(frozen=True)
-class Offer(Message):
+class Offer(Message, frozen=True):
     """Caller: take a replica; `Record.to_text`."""
 
     record: str
 
 
-@dataclass(frozen=True)
-class PlanNeeded(Message):
+class PlanNeeded(Message, frozen=True):
     """Listener: I do not know the plan of that record."""
 
 
-@dataclass(frozen=True)
-class Plan(Message):
+class Plan(Message, frozen=True):
     """`ShardPlan.to_bytes`."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Go(Message):
+class Go(Message, frozen=True):
     """Listener: there is memory for it; send the elements."""
 
 
-@dataclass(frozen=True)
-class Stored(Message):
+class Stored(Message, frozen=True):
     """Listener: they are there, whole and checked, and committed."""
 
 
-@dataclass(frozen=True)
-class List(Message):
+class List(Message, frozen=True):
     """Caller: what do you hold?"""
 
 
-@dataclass(frozen=True)
-class Holdings(Message):
+class Holdings(Message, frozen=True):
     """Listener: pairs of `Record.to_text` and whether it is a replica."""
 
     held: list[tuple[str, bool]]
 
 
-@dataclass(frozen=True)
-class Want(Message):
+class Want(Message, frozen=True):
     """Caller: give me runs of chunks (the first, how many) of a shard, and its plan where it is asked for."""
 
     step: int
@@ -105,16 +95,14 @@ class Want(Message):
     plan: bool
 
 
-@dataclass(frozen=True)
-class Given(Message):
+class Given(Message, frozen=True):
     """Listener: here is its record, perhaps its plan, and then the bytes of the runs."""
 
     record: str
     plan: str
 
 
-@dataclass(frozen=True)
-class Missing(Message):
+class Missing(Message, frozen=True):
     """Listener: that copy is not here, or not any more."""
 
     why: str
@@ -153,11 +141,7 @@ class LinkError(OSError):
 
 
 class TurnedAwayError(LinkError):
-    """A gate has hung up without a word: the secret is not its own, or strangers crowd it, and one may call again."""
-
-
-def _ignore(piece: memoryview) -> None:
-    """For who does not want to hear of it."""
+    """A gate has hung up without a message: it has another secret, or strangers crowd it. Calling again may help."""
 
 
 class ReplicaLink:
@@ -166,7 +150,6 @@ class ReplicaLink:
     Args:
         connection: a blocking stream socket, which this takes over.
         host: name of the other side's host, for messages.
-        idle_s: see `IDLE_S`.
     """
 
     def __init__(self, connection: socket.socket, host: str, idle_s: float = IDLE_S) -> None:
@@ -181,7 +164,7 @@ class ReplicaLink:
         self.set_idle(idle_s)
 
     def set_idle(self, seconds: float) -> None:
-        """Have whatever waits for the other side give up after so long without a byte."""
+        """Give up whatever waits for the other side after so long without a byte."""
         # Time-outs of the kernel's: with those of Python every piece of a stream would cost a poll as well.
         self._socket.setblocking(True)
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -230,7 +213,7 @@ class ReplicaLink:
         Raises:
             LinkError: the other side went away, or takes nothing.
         """
-        body = json.dumps([type(message).__name__, *vars(message).values()], separators=(",", ":")).encode()
+        body = json.dumps([type(message).__name__, *msgspec.structs.astuple(message)], separators=(",", ":")).encode()
         sealed = self._sending.seal(body)
         with self._guarded():
             self._socket.sendall(_LENGTH.pack(len(sealed)) + sealed)
@@ -246,9 +229,19 @@ class ReplicaLink:
             raise LinkError(f"{self.host} announced a message of {length} bytes; the limit is {_MAX_MESSAGE_BYTES}")
         sealed = self._read(length)
         try:
-            return self._parse(self._receiving.open(sealed), expected)
+            body = self._receiving.open(sealed)
         except NotAuthenticError:
             raise LinkError(f"a message from {self.host} was changed on its way") from None
+        try:
+            kind, *fields = json.loads(body)
+            message: Any = KINDS[kind](*fields)
+        except (ValueError, KeyError, TypeError):
+            raise LinkError(f"{self.host} sent something that is no message") from None
+        if isinstance(message, expected):
+            return message
+        if isinstance(message, Refused):
+            raise LinkError(f"{self.host} refused: {message.why}")
+        raise LinkError(f"{self.host} sent {kind} where {' or '.join(e.__name__ for e in expected)} was due")
 
     def waits_for_message(self) -> bool:
         """Wait, for as long as it takes, until a message comes; False: the other side has hung up instead."""
@@ -286,12 +279,12 @@ class ReplicaLink:
                     self._check(deadline_s)
 
     def receive_into(
-        self, memory: memoryview, deadline_s: float, heard: Callable[[memoryview], object] = _ignore
+        self, memory: memoryview, deadline_s: float, received: Callable[[memoryview], object] = lambda piece: None
     ) -> None:
         """Fill `memory`, which begins at a multiple of `PIECE_BYTES` of what was sent, with what comes.
 
         Args:
-            heard: called with every piece while it is in the cache.
+            received: called with every piece while it is in the cache.
 
         Raises:
             LinkError: the other side went away, is too slow, or a piece was changed on its way.
@@ -299,15 +292,22 @@ class ReplicaLink:
         for first in range(0, len(memory), PIECE_BYTES):
             piece = memory[first : first + PIECE_BYTES]
             sealed = self._sealed[: len(piece) + TAG_BYTES]
-            self._fill(sealed, deadline_s, len(memory) - first)
+            count = 0
+            while count < len(sealed):
+                with self._guarded():
+                    more = self._socket.recv_into(sealed[count:])
+                if more == 0:
+                    raise LinkError(f"{self.host} hung up with {len(memory) - first} bytes still to come")
+                count += more
+                self._check(deadline_s)
             try:
                 self._receiving.open_into(sealed, piece)
             except NotAuthenticError:
                 raise LinkError(f"bytes from {self.host} were changed on their way") from None
-            heard(piece)
+            received(piece)
 
     def hang_up(self) -> None:
-        """Who waits in another method, in any thread, is told by a `LinkError`; the thread that uses this closes it."""
+        """Whatever waits in another method, in any thread, raises a `LinkError`; its own thread closes it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -315,16 +315,6 @@ class ReplicaLink:
         """Hang up, and give the descriptor back."""
         self.hang_up()
         self._socket.close()
-
-    def _fill(self, sealed: memoryview, deadline_s: float, left: int) -> None:
-        received = 0
-        while received < len(sealed):
-            with self._guarded():
-                count = self._socket.recv_into(sealed[received:])
-            if count == 0:
-                raise LinkError(f"{self.host} hung up with {left} bytes still to come")
-            received += count
-            self._check(deadline_s)
 
     def _peek(self) -> bytes | None:
         """The next byte, none at the end; None: nothing has come."""
@@ -346,18 +336,6 @@ class ReplicaLink:
             content += piece
         return bytes(content)
 
-    def _parse(self, body: bytes, expected: tuple[type[M], ...]) -> M:
-        try:
-            kind, *fields = json.loads(body)
-            message: Any = KINDS[kind](*fields)
-        except (ValueError, KeyError, TypeError):
-            raise LinkError(f"{self.host} sent something that is no message") from None
-        if isinstance(message, expected):
-            return message
-        if isinstance(message, Refused):
-            raise LinkError(f"{self.host} refused: {message.why}")
-        raise LinkError(f"{self.host} sent {kind} where {' or '.join(e.__name__ for e in expected)} was due")
-
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         try:
@@ -378,7 +356,16 @@ def call(endpoint: Endpoint, secret: bytes, idle_s: float = IDLE_S) -> ReplicaLi
     Raises:
         TurnedAwayError: it has hung up without a word. LinkError: no address answers, or it has another secret.
     """
-    link = ReplicaLink(_connect(endpoint), endpoint.host, min(idle_s, _GREETING_S))
+    problems = []
+    for address in endpoint.addresses:
+        try:
+            connection = socket.create_connection((address, endpoint.port), timeout=_GREETING_S / 2)
+            break
+        except OSError as error:
+            problems.append(f"{address} port {endpoint.port}: {error.strerror or error}")
+    else:
+        raise LinkError(f"{endpoint.host} cannot be reached: {'; '.join(problems) or 'it has no address'}")
+    link = ReplicaLink(connection, endpoint.host, min(idle_s, _GREETING_S))
     try:
         link.ask(secret)
     except BaseException:
@@ -386,13 +373,3 @@ def call(endpoint: Endpoint, secret: bytes, idle_s: float = IDLE_S) -> ReplicaLi
         raise
     link.set_idle(idle_s)
     return link
-
-
-def _connect(endpoint: Endpoint) -> socket.socket:
-    problems = []
-    for address in endpoint.addresses:
-        try:
-            return socket.create_connection((address, endpoint.port), timeout=_GREETING_S / 2)
-        except OSError as error:
-            problems.append(f"{address} port {endpoint.port}: {error.strerror or error}")
-    raise LinkError(f"{endpoint.host} cannot be reached: {'; '.join(problems) or 'it has no address'}")

@@ -2,8 +2,7 @@
 
 What may be lost together must not hold both copies: a host, a rack (a switch, a power supply), and a parallel group
 that is evicted as a whole because nobody knows which of its hosts is the faulty one (ByteRobust). Placement is pure,
-and the same on every rank. `choose` is a pure function of a table of facts; `interfaces_here` makes the table of this
-host.
+and the same on every rank; `choose` is a pure function of the table of facts that `interfaces_here` makes.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from phalanx.checkpoint.keeper_contract import Endpoint, ReplicaPlaces
+from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.core.addresses import names_interface
 from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Axis, Layout
@@ -31,6 +31,13 @@ class HostInfo:
     name: str
     rack: str | None = None
     groups: frozenset[str] = frozenset()
+
+
+class ReplicaPlaces(NamedTuple):
+    """Which host keeps the replica of which; by name."""
+
+    peer_of: dict[str, str]
+    warnings: Sequence[str]
 
 
 _RULES = (
@@ -59,7 +66,7 @@ def place_replicas(hosts: Sequence[HostInfo]) -> ReplicaPlaces:
         raise ValueError(f"two hosts have the same name: {', '.join(names)}")
     if len(hosts) < 2:
         return ReplicaPlaces({}, ["there is one host only: no replicas, and its loss takes the snapshots in memory"])
-    rows = _candidates(hosts, *_masks(hosts))
+    rows = _candidates(hosts)
     kinds = [next(kind for kind, row in enumerate(rows[i]) if row) for i in range(len(hosts))]
     peers = _assign([rows[i][kind] for i, kind in enumerate(kinds)])
     peer_of = {names[i]: names[j] for i, j in enumerate(peers)}
@@ -77,23 +84,22 @@ def groups_of_hosts(
         ranks: of every host, by its name.
     """
     split = [(axis, AXES.index(axis)) for axis in axes if layout.size(axis) > 1]
-    return {
-        host: frozenset(name for rank in its for name in _groups(layout, rank, split)) for host, its in ranks.items()
-    }
-
-
-def _groups(layout: Layout, rank: int, split: list[tuple[Axis, int]]) -> Iterator[str]:
-    here = layout.coordinates(rank)
-    for axis, place in split:
-        others = ".".join("*" if i == place else str(digit) for i, digit in enumerate(here))
-        yield f"{axis} {others}"
+    groups: dict[str, set[str]] = {host: set() for host in ranks}
+    for host, own in ranks.items():
+        for rank in own:
+            here = layout.coordinates(rank)
+            for axis, place in split:
+                others = ".".join("*" if i == place else str(digit) for i, digit in enumerate(here))
+                groups[host].add(f"{axis} {others}")
+    return {host: frozenset(names) for host, names in groups.items()}
 
 
 # Sets of hosts are integers, a bit for each: with 1,536 hosts a set is 192 bytes, and all of the below takes a tenth of
 # a second (Python's sets: many seconds).
 
 
-def _masks(hosts: Sequence[HostInfo]) -> tuple[dict[str, int], dict[str, int]]:
+def _candidates(hosts: Sequence[HostInfo]) -> list[tuple[int, ...]]:
+    """For every host, the sets of possible peers, best kind first."""
     racks: dict[str, int] = {}
     groups: dict[str, int] = {}
     for i, host in enumerate(hosts):
@@ -101,11 +107,6 @@ def _masks(hosts: Sequence[HostInfo]) -> tuple[dict[str, int], dict[str, int]]:
             racks[host.rack] = racks.get(host.rack, 0) | 1 << i
         for group in host.groups:
             groups[group] = groups.get(group, 0) | 1 << i
-    return racks, groups
-
-
-def _candidates(hosts: Sequence[HostInfo], racks: dict[str, int], groups: dict[str, int]) -> list[tuple[int, ...]]:
-    """For every host, the sets of possible peers, best kind first."""
     everyone = (1 << len(hosts)) - 1
     rows: list[tuple[int, ...]] = []
     for i, host in enumerate(hosts):
@@ -155,7 +156,9 @@ class _Places:
             i = waiting.popleft()
             reached = self._allowed[i] & ~seen
             if reached & self._free:
-                self._move(i, _first_from(reached & self._free, i), came_from)
+                # The first free place at `i` or after it, around the end.
+                free = reached & self._free
+                self._move(i, _lowest(free >> i << i or free), came_from)
                 return True
             seen |= reached
             for j in _bits(reached):
@@ -176,12 +179,6 @@ class _Places:
             if i not in came_from:
                 break
             i, to = came_from[i]
-
-
-def _first_from(mask: int, start: int) -> int:
-    """The first bit of a mask at `start` or after it, around the end."""
-    later = mask >> start << start
-    return _lowest(later or mask)
 
 
 def _lowest(mask: int) -> int:
@@ -334,17 +331,14 @@ def interfaces_here() -> list[Interface]:
         state = states.get(name)
         up = state is not None and state.isup
         speed = _speed(name, 0 if state is None else state.speed)
-        rows.append(Interface(name, _reachable([(each.family, each.address) for each in addresses]), up, speed))
+        reachable = [
+            each.address
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for each in addresses
+            if each.family == family and not ipaddress.ip_address(each.address.partition("%")[0]).is_link_local
+        ]
+        rows.append(Interface(name, tuple(reachable), up, speed))
     return rows
-
-
-def _reachable(addresses: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-    found = []
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for kind, address in addresses:
-            if kind == family and not ipaddress.ip_address(address.partition("%")[0]).is_link_local:
-                found.append(address)
-    return tuple(found)
 
 
 def _speed(name: str, mbit_per_s: int) -> int | None:

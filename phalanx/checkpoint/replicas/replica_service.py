@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
 from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper_contract import Endpoint, NotBegunError, RefusedError, Replicated, Slot, Vault
+from phalanx.checkpoint.keeper_contract import Endpoint, NotBegunError, RefusedError, Replicated
 from phalanx.checkpoint.replicas.replica_link import (
     IDLE_S,
     LABEL,
@@ -42,19 +42,23 @@ from phalanx.checkpoint.replicas.sender import (
     receive_chunks,
     spans,
 )
+from phalanx.checkpoint.snapshot_slots import SnapshotMemory
 from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.ipc.handshake import BACKLOG, Gate, Handshake
 
 _MOST_CALLERS = 1024
 
 
+class _NotTakenError(Exception):
+    """A replica that is not kept, and why."""
+
+
 class Listener:
-    """A gate, behind it a thread for each caller that has proved itself, and behind those a vault.
+    """A gate, and behind it a thread for each caller that has proved itself: it brings replicas or fetches copies.
 
     Args:
-        vault: where replicas go and copies come from.
+        memory: where replicas go and copies come from.
         server: a listening TCP socket, which this takes over.
-        host: name of this host.
         secret: what callers have to have; None while there is none, and then all are refused.
         report: called, from any thread, with a line for people about callers that were refused.
         points: ``replica.received`` and ``replica.committed``.
@@ -63,7 +67,7 @@ class Listener:
 
     def __init__(
         self,
-        vault: Vault,
+        memory: SnapshotMemory,
         server: socket.socket,
         host: str,
         secret: Callable[[], bytes | None],
@@ -71,13 +75,14 @@ class Listener:
         points: Points = NO_POINTS,
         idle_s: float = IDLE_S,
     ) -> None:
-        self._host = host
-        self._report = report
-        self._idle_s = idle_s
-        self._desk = _Desk(vault, points)
+        self._memory, self._host, self._report = memory, host, report
+        self._points, self._idle_s = points, idle_s
         self._lock = threading.Lock()
         self._callers: dict[threading.Thread, socket.socket] = {}
         self._closing = False
+        self._plans: dict[str, ShardPlan] = {}
+        self._arriving: list[tuple[int, ReplicaLink]] = []  # which links bring a replica of which rank
+        self._arrived = threading.Condition()
         self._gate = Gate(server, secret, LABEL, self._admit, report, name="replica-gate")
 
     def close(self) -> None:
@@ -107,7 +112,16 @@ class Listener:
 
     def _serve(self, connection: socket.socket, caller: str, handshake: Handshake) -> None:
         try:
-            self._converse(ReplicaLink(connection, caller, self._idle_s), handshake)
+            link = ReplicaLink(connection, caller, self._idle_s)
+            link.let_in(handshake, self._host)
+            while link.waits_for_message():
+                message = link.receive(Offer, List, Want)
+                if isinstance(message, Offer):
+                    self._take(link, message)
+                elif isinstance(message, Want):
+                    self._give(link, message)
+                else:
+                    link.send(Holdings([(held.record.to_text(), held.is_replica) for held in self._memory.held()]))
         except OSError as error:
             if not self._closing:
                 self._report(str(error))
@@ -116,51 +130,29 @@ class Listener:
                 self._callers.pop(threading.current_thread())
             connection.close()
 
-    def _converse(self, link: ReplicaLink, handshake: Handshake) -> None:
-        link.let_in(handshake, self._host)
-        while link.waits_for_message():
-            message = link.receive(Offer, List, Want)
-            if isinstance(message, Offer):
-                self._desk.take(link, message)
-            elif isinstance(message, Want):
-                self._desk.give(link, message)
-            else:
-                self._desk.tell(link)
-
-
-class _Desk:
-    """What is done for a caller that has been let in."""
-
-    def __init__(self, vault: Vault, points: Points) -> None:
-        self._vault = vault
-        self._points = points
-        self._plans: dict[str, ShardPlan] = {}
-        self._arriving = _Arriving()
-
-    def tell(self, link: ReplicaLink) -> None:
-        link.send(Holdings([(held.record.to_text(), held.is_replica) for held in self._vault.held()]))
-
-    def give(self, link: ReplicaLink, want: Want) -> None:
+    def _give(self, link: ReplicaLink, want: Want) -> None:
         try:
-            with self._vault.pin(SnapshotId(want.step, want.attempt, want.set_id), want.rank) as copy:
-                self._give(link, want, *copy)
+            with self._memory.pin(SnapshotId(want.step, want.attempt, want.set_id), want.rank) as copy:
+                record, plan, descriptor = copy
+                try:
+                    runs = list(spans(record, want.runs))
+                except (ValueError, TypeError) as error:
+                    link.send(Refused(f"the request makes no sense: {error}"))
+                    return
+                link.send(Given(record.to_text(), plan.to_bytes().decode() if want.plan else ""))
+                for start, stop in runs:
+                    link.send_file(descriptor, start, stop - start, deadline_s(stop - start))
         except LookupError:
             link.send(Missing(f"step {want.step} of rank {want.rank} is not there any more"))
 
-    def _give(self, link: ReplicaLink, want: Want, record: Record, plan: ShardPlan, descriptor: int) -> None:
-        try:
-            runs = list(spans(record, want.runs))
-        except (ValueError, TypeError) as error:
-            link.send(Refused(f"the request makes no sense: {error}"))
-            return
-        link.send(Given(record.to_text(), plan.to_bytes().decode() if want.plan else ""))
-        for start, stop in runs:
-            link.send_file(descriptor, start, stop - start, deadline_s(stop - start))
-
-    def take(self, link: ReplicaLink, offer: Offer) -> None:
+    def _take(self, link: ReplicaLink, offer: Offer) -> None:
         try:
             record = Record.from_text(offer.record)
-            plan = self._plan(link, record)
+            if record.plan_sha256 in self._plans:
+                plan = self._plans[record.plan_sha256]
+            else:
+                link.send(PlanNeeded())
+                plan = ShardPlan.from_bytes(link.receive(Plan).text.encode())
             problem = disagreement(record, plan)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             problem = f"what was offered is no replica: {error}"
@@ -170,29 +162,37 @@ class _Desk:
             link.send(Refused(problem))
             return
         self._plans[plan.sha256] = plan
-        self._receive(link, record, plan)
-
-    def _plan(self, link: ReplicaLink, record: Record) -> ShardPlan:
-        known = self._plans.get(record.plan_sha256)
-        if known is not None:
-            return known
-        link.send(PlanNeeded())
-        return ShardPlan.from_bytes(link.receive(Plan).text.encode())
+        try:
+            with self._arrived:
+                self._arriving.append((record.rank, link))
+            try:
+                self._receive(link, record, plan)
+            finally:
+                with self._arrived:
+                    self._arriving.remove((record.rank, link))
+                    self._arrived.notify_all()
+        except RefusedError as error:
+            link.send(Refused(str(error), later_attempt=True))
+        except (NotBegunError, _NotTakenError) as error:
+            link.send(Refused(str(error)))
+        else:
+            link.send(Stored())
 
     def _receive(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> None:
         try:
-            with self._arriving.from_(link, record.rank):
-                self._place(link, record, plan)
-        except RefusedError as error:
-            link.send(Refused(str(error), later_attempt=True))
-            return
-        except (NotBegunError, _NotTakenError) as error:
-            link.send(Refused(str(error)))
-            return
-        link.send(Stored())
-
-    def _place(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> None:
-        slot = self._slot(link, record, plan)
+            slot = self._memory.place(plan, record.snapshot)
+        except OSError:
+            # The memory may be that of a connection that broke without our knowing; the sender has begun again. Hang up
+            # on all others that bring a replica of this rank, and wait until what they brought is abandoned.
+            with self._arrived:
+                others = [entry for entry in self._arriving if entry[0] == record.rank and entry[1] is not link]
+                for _, other in others:
+                    other.hang_up()
+                self._arrived.wait_for(lambda: not any(entry in self._arriving for entry in others), IDLE_S)
+            try:
+                slot = self._memory.place(plan, record.snapshot)
+            except OSError as error:
+                raise _NotTakenError(f"no memory for {plan.data_bytes} bytes: {error}") from None
         try:
             link.send(Go())
             wrong = receive_chunks(link, slot.memory[: record.data_bytes], record, 0)
@@ -200,53 +200,10 @@ class _Desk:
             if wrong:
                 raise _NotTakenError(describe(record, wrong, link.host))
         except BaseException:
-            self._vault.abandon(plan, slot)
+            self._memory.abandon(plan, slot)
             raise
-        self._vault.commit(plan, slot, record)
+        self._memory.commit(plan, slot, record)
         self._points.reach("replica.committed", step=record.step, rank=record.rank)
-
-    def _slot(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> Slot:
-        try:
-            return self._vault.place(plan, record.snapshot)
-        except OSError:
-            # Perhaps what a connection that broke without our knowing was bringing; the sender has begun again.
-            self._arriving.end_others(link, record.rank)
-        try:
-            return self._vault.place(plan, record.snapshot)
-        except OSError as error:
-            raise _NotTakenError(f"no memory for {plan.data_bytes} bytes: {error}") from None
-
-
-class _NotTakenError(Exception):
-    """A replica that is not kept, and why."""
-
-
-class _Arriving:
-    """Which links bring a replica of which rank."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._links: list[tuple[int, ReplicaLink]] = []
-
-    @contextmanager
-    def from_(self, link: ReplicaLink, rank: int) -> Iterator[None]:
-        """Within the context, `link` brings one."""
-        with self._changed:
-            self._links.append((rank, link))
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._links.remove((rank, link))
-                self._changed.notify_all()
-
-    def end_others(self, link: ReplicaLink, rank: int) -> None:
-        """Hang up on all others that bring one of `rank`, and wait until what they brought is abandoned."""
-        with self._changed:
-            others = [entry for entry in self._links if entry[0] == rank and entry[1] is not link]
-            for _, other in others:
-                other.hang_up()
-            self._changed.wait_for(lambda: not any(entry in self._links for entry in others), IDLE_S)
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -259,19 +216,17 @@ class ReplicaService:
     """Sends and receives replicas for one keeper. Its methods do not wait, but for `close`.
 
     Args:
-        vault: the memory.
         notify: called, from threads of this, with what became of every snapshot that was to be sent.
         network: where to listen; see `phalanx.checkpoint.replicas.replica_routes.network`. By default loopback.
-        host: name of this host.
         points: ``replica.begin``, ``half`` and ``sent`` where one is sent, ``received`` and ``committed`` where it
             arrives.
         report: called, from threads of this, with a line for people about a caller that was refused.
-        persist_s, idle_s: see `phalanx.checkpoint.replicas.sender.PERSIST_S` and `link.IDLE_S`.
+        persist_s, idle_s: see `PERSIST_S` of `sender` and `IDLE_S` of `replica_link`.
     """
 
     def __init__(
         self,
-        vault: Vault,
+        memory: SnapshotMemory,
         notify: Callable[[Replicated], None],
         *,
         network: Network = LOOPBACK,
@@ -281,7 +236,7 @@ class ReplicaService:
         persist_s: float = PERSIST_S,
         idle_s: float = IDLE_S,
     ) -> None:
-        self._vault = vault
+        self._memory = memory
         self._notify = notify
         self._network = network
         self._host = host or socket.gethostname()
@@ -309,7 +264,7 @@ class ReplicaService:
                 server = listen(self._network.addresses[0])
                 self._endpoint = self._network.endpoint(self._host, server.getsockname()[1])
                 self._listener = Listener(
-                    self._vault,
+                    self._memory,
                     server,
                     self._host,
                     lambda: self._secret,
@@ -325,15 +280,14 @@ class ReplicaService:
         if self._secret is None:
             self._notify(Replicated(rank, step, peer.host, f"step {step} is not replicated: there is no secret yet"))
             return
-        pinned = self._vault.pin(snapshot, rank)
+        pinned = self._memory.pin(snapshot, rank)
         try:
             record, held_plan, descriptor = pinned.__enter__()
         except LookupError:
             self._notify(Replicated(rank, step, peer.host, f"step {step} of rank {rank} is not there to be replicated"))
             return
         with self._lock:
-            sender = self._senders.get(rank) or Sender(self._notify, self._points, *self._patience)
-            self._senders[rank] = sender
+            sender = self._sender(rank)
         sender.submit(Parcel(pinned, record, held_plan, descriptor, peer, self._secret))
 
     def turn(self, rank: int, peer: Endpoint | None, attempt: int) -> None:
@@ -345,15 +299,18 @@ class ReplicaService:
         if self._secret is None:
             return
         with self._lock:
-            sender = self._senders.get(rank)
-            if sender is None and peer is None:
+            if rank not in self._senders and peer is None:
                 return
-            sender = sender or Sender(self._notify, self._points, *self._patience)
-            self._senders[rank] = sender
+            sender = self._sender(rank)
         sender.turn(Way(peer, attempt, self._secret))
 
+    def _sender(self, rank: int) -> Sender:
+        if rank not in self._senders:
+            self._senders[rank] = Sender(self._notify, self._points, *self._patience)
+        return self._senders[rank]
+
     def close(self) -> None:
-        """Hang up on everybody, tell what was under way to have failed, and wait for all threads to be gone."""
+        """Hang up on everybody, report what was under way as failed, and wait for all threads to be gone."""
         with self._lock:
             senders, self._senders = list(self._senders.values()), {}
             listener, self._listener = self._listener, None

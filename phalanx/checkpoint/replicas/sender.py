@@ -1,6 +1,6 @@
 """Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own.
 
-Whoever receives elements of a shard sums each chunk while it is in the cache (`receive_chunks`).
+`receive_chunks` receives elements of a shard, and sums each chunk while it is in the cache.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from phalanx.checkpoint.replicas.replica_link import (
 )
 from phalanx.core.fault_points import NO_POINTS, Points
 
+# Generous, since a slow transfer is still of use; but without an end a peer that takes a byte now and then would hold
+# this thread, and the slot that it sends, for ever.
 _PATIENCE_S = 60.0
 _MIN_BYTES_PER_S = 1 << 20
 
@@ -41,7 +43,7 @@ def deadline_s(length_bytes: int) -> float:
 
 
 def receive_chunks(link: ReplicaLink, memory: memoryview, record: Record, first: int) -> list[int]:
-    """Fill `memory`, which begins at chunk `first` of the shard, and say which chunks are not what the record says.
+    """Fill `memory`, which begins at chunk `first` of the shard, and return the chunks that do not match the record.
 
     All of it is read in any case, so that the conversation can go on.
 
@@ -83,6 +85,7 @@ def disagreement(record: Record, plan: ShardPlan | None = None) -> str | None:
         return "the plan is not that of the record"
     if plan.data_bytes != record.data_bytes:
         return f"the record has {record.data_bytes} bytes, its plan {plan.data_bytes}"
+    # The plan came over the network: such a piece would be read or written outside of its memory.
     if any(piece.start_bytes < 0 or piece.length_bytes < 0 for piece in plan.pieces):
         return "the plan has a piece outside of its memory"
     return None
@@ -95,7 +98,7 @@ def describe(record: Record, chunks: list[int], host: str) -> str:
 
 
 PERSIST_S = 10.0
-"""No new try begins so long after the first."""
+"""Seconds after the first try in which another may begin."""
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -104,7 +107,7 @@ Pinned = AbstractContextManager[tuple[Record, ShardPlan, int]]
 
 
 class Way(NamedTuple):
-    """Where snapshots of an attempt go, and what the keeper there is known by; None: nowhere now."""
+    """Where snapshots of an attempt go (None: nowhere now), and the secret of the keepers."""
 
     peer: Endpoint | None
     attempt: int
@@ -130,10 +133,8 @@ class Sender:
     """A thread that sends parcels one after the other, over one connection that it keeps.
 
     Args:
-        notify: called from the thread with what became of each.
         points: ``replica.begin``, ``replica.half`` and ``replica.sent``.
         persist_s: see `PERSIST_S`.
-        idle_s: see `phalanx.checkpoint.replicas.replica_link.IDLE_S`.
     """
 
     def __init__(
@@ -168,11 +169,12 @@ class Sender:
                 return
             self._wanted = way
             if self._link is not None and self._way != way:
+                # Shut down, not closed: the thread may be sending on it, and closes it itself once that has failed.
                 self._link.hang_up()
         self._turned.set()
 
     def close(self) -> None:
-        """Break off what is under way, and wait for the thread to be gone; parcels are told to have failed."""
+        """Break off what is under way, and wait for the thread to be gone; parcels are reported as failed."""
         self._closing.set()
         self._turned.set()
         with self._lock:
@@ -186,26 +188,26 @@ class Sender:
             try:
                 outcome = self._deliver(parcel)
             finally:
+                # Before the outcome is reported: a rank that hears of it may need the slot at once.
                 parcel.pinned.__exit__(None, None, None)
             self._notify(outcome)
         self._drop()
 
     def _deliver(self, parcel: Parcel) -> Replicated:
-        step, rank, to = parcel.record.step, parcel.record.rank, parcel.peer.host
+        step, rank, to, length = parcel.record.step, parcel.record.rank, parcel.peer.host, parcel.record.data_bytes
         began_s = time.monotonic()
         try:
             peer = self._persist(parcel)
         except _RefusedForGoodError as error:
             return Replicated(rank, step, to, f"{to} refused step {step} of rank {rank}: {error}", refused=True)
-        except Exception as error:  # whatever it is, who waits for this snapshot must be told
+        except Exception as error:  # whatever it is, the rank that waits for this snapshot needs an outcome
             why = str(error) if isinstance(error, LinkError) else repr(error)
             return Replicated(rank, step, to, f"step {step} of rank {rank} was not replicated to {to}: {why}")
-        took_s = time.monotonic() - began_s
-        sent = parcel.record.data_bytes
-        return Replicated(rank, step, to, "", False, took_s, sent, share_of_rate(sent, took_s, peer))
+        seconds = time.monotonic() - began_s
+        return Replicated(rank, step, to, "", False, seconds, length, share_of_rate(length, seconds, peer))
 
     def _persist(self, parcel: Parcel) -> Endpoint:
-        """Try again, with longer and longer pauses, as long as that may help; who has it then."""
+        """Try again, with longer and longer pauses, as long as that may help; the peer that has it then."""
         until_s, pause_s = time.monotonic() + self._persist_s, _FIRST_PAUSE_S
         while True:
             peer = self._peer_of(parcel)
@@ -214,11 +216,13 @@ class Sender:
                 return peer
             except LinkError:
                 self._drop()
+                # The time that was spent on another host does not count.
                 if self._peer_of(parcel) != peer:
                     until_s, pause_s = time.monotonic() + self._persist_s, _FIRST_PAUSE_S
                     continue
                 if time.monotonic() + pause_s > until_s:
                     raise
+            # A turn to another host ends the pause.
             if self._turned.wait(pause_s):
                 self._turned.clear()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -228,6 +232,7 @@ class Sender:
         wanted = self._wanted
         if wanted is None:
             return parcel.peer
+        # The latest turn counts, not what the parcel was submitted with: the peer may have been lost since.
         if wanted.attempt != parcel.record.attempt or wanted.secret != parcel.secret:
             raise LinkError("another attempt has begun")
         return wanted.peer or parcel.peer
@@ -237,11 +242,13 @@ class Sender:
         self._points.reach("replica.begin", step=record.step, rank=record.rank)
         link = self._open(parcel, peer)
         link.send(Offer(record.to_text()))
+        # The plan is long and the same for all snapshots of a lease, so it is sent only where the peer lacks it.
         answer = link.receive(PlanNeeded, Go, Refused)
         if isinstance(answer, PlanNeeded):
             link.send(Plan(plan.to_bytes().decode()))
             answer = link.receive(Go, Refused)
         _raise_refusal(answer)
+        # In two halves, at the border of a chunk, so that faults can be injected while a transfer is half done.
         half = record.data_bytes // 2 // CHUNK_BYTES * CHUNK_BYTES
         until_s = deadline_s(record.data_bytes)
         link.send_file(parcel.descriptor, 0, half, until_s)
@@ -258,6 +265,7 @@ class Sender:
             link = call(peer, parcel.secret, self._idle_s)
             with self._lock:
                 self._link, self._way = link, way
+            # Turned away while the call was being made: `turn` could not hang up a link that was not there yet.
             if self._peer_of(parcel) != peer:
                 raise LinkError(f"snapshots do not go to {peer.host} any more")
         return self._link
@@ -283,5 +291,6 @@ def share_of_rate(length_bytes: int, seconds: float, endpoint: Endpoint) -> floa
 def _raise_refusal(answer: object) -> None:
     if isinstance(answer, Refused):
         if answer.later_attempt:
+            # Attempts only go up, so trying again is of no use.
             raise _RefusedForGoodError(answer.why)
         raise LinkError(answer.why)

@@ -1,6 +1,6 @@
 """Whether what was saved fits what is asked for, and which parts of it fill the blocks of this rank.
 
-All ranks agree that it fits before a byte is written. A `Part` is where a saved block and a wanted one meet.
+All ranks agree that it fits before a byte is written. A `ReadItem` is where a saved block and a wanted one meet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.all_ranks import at_first, collected
-from phalanx.checkpoint.format.dcp import Block, SavedTensor, misfits, torch_dtype
+from phalanx.checkpoint.format.dcp import Block, SavedTensor, misfits, narrow, torch_dtype
 from phalanx.checkpoint.format.manifest import overlap
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
@@ -29,20 +29,14 @@ _PREFIX_PARTS = 2
 
 
 class Words(NamedTuple):
-    """How messages call what was saved.
-
-    Attributes:
-        within: "missing …".
-        there: "has shape (3,) here and (2,) …".
-    """
+    """What messages call the place where it was saved: "missing `within`", "has shape (3,) here and (2,) `there`"."""
 
     within: str
     there: str
 
 
 CHECKPOINT = Words("in the checkpoint", "in the checkpoint")
-SOURCE = Words("in it", "there")
-"""Where the message names it before: a snapshot in memory, or a checkpoint."""
+SOURCE = Words("in it", "there")  # where the message has named it before
 
 
 @dataclass(frozen=True)
@@ -78,17 +72,15 @@ def require_fit(
     words: Words,
     cure: str = CURE,
 ) -> Differences:
-    """Called by all ranks together; the names on one side only (both none where `strict`).
+    """The names on one side only (none where `strict`); called by all ranks together.
 
     Args:
-        what: for messages.
-        saved: what there is, by name.
+        what, words, cure: for messages.
         blocks: what this rank asks for.
         strict: every name must be on both sides. Names of which another rank has a part are on both sides.
         cast: dtypes may differ.
         select: of the saved tensors only those count whose name it accepts.
         misses_empty: whether tensors without elements have to be among `saved` too.
-        words, cure: for messages.
 
     Raises:
         UserError: listing what is missing, unexpected, or of another shape or dtype.
@@ -122,7 +114,7 @@ def require_fit(
 
 
 def names_to_bits(order: Iterable[str], names: Container[str]) -> str:
-    """Which of `order` are among `names`, one bit each: many ranks can say what they have in a few hundred bytes."""
+    """Which of `order` are among `names`, one bit each: what many ranks have fits into a few hundred bytes."""
     return hex(int("1" + "".join("1" if name in names else "0" for name in order), 2))
 
 
@@ -133,12 +125,7 @@ def names_on_no_rank(order: Iterable[str], bits: Iterable[str]) -> tuple[str, ..
 
 
 def listed(what: str, names: Sequence[str], count: int) -> list[str]:
-    """``3 missing: a, b, c`` in a list, which is empty where there are no names.
-
-    Args:
-        names: the first of them.
-        count: of all.
-    """
+    """``3 missing: a, b, c`` in a list, of the first names and the count of all; empty where there are none."""
     if not names:
         return []
     more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
@@ -162,13 +149,8 @@ def _grouped(what: str, names: tuple[str, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """A block of a saved tensor, and where its bytes are.
-
-    Attributes:
-        offsets, sizes: of the block.
-        holder: number of what holds it: a shard in memory, or a file.
-        start_bytes, length_bytes: where in that; elements in memory, an archive in a file.
-    """
+    """A block of a saved tensor, and where its bytes are: elements in the memory of a shard (`holder` is its rank), or
+    an archive in a file (`holder` is its number)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -183,11 +165,11 @@ class SavedBlocks:
 
     dtype: str
     shape: tuple[int, ...]
-    blocks: Sequence[SavedBlock]
+    blocks: list[SavedBlock]
 
 
 @dataclass(frozen=True)
-class Part:
+class ReadItem:
     """The box of a saved block, of the shape of `out` and beginning at `start` in it, that goes to `out`."""
 
     name: str
@@ -214,7 +196,7 @@ class Part:
         first = self.block.start_bytes + self.start[0] * self.row_bytes
         return first, first + self.out.shape[0] * self.row_bytes
 
-    def split(self, limit_bytes: int) -> Iterator[Part]:
+    def split(self, limit_bytes: int) -> Iterator[ReadItem]:
         """In runs of rows that take at most `limit_bytes`, or one row."""
         if not self.start or self.nbytes <= limit_bytes:
             yield self
@@ -222,23 +204,19 @@ class Part:
         rows = max(1, limit_bytes // max(1, self.row_bytes))
         for first in range(0, self.out.shape[0], rows):
             start = (self.start[0] + first, *self.start[1:])
-            yield Part(self.name, self.block, self.dtype, start, self.out[first : first + rows])
+            yield ReadItem(self.name, self.block, self.dtype, start, self.out[first : first + rows])
 
 
-def parts(saved: Mapping[str, SavedBlocks], wanted: Mapping[str, Block]) -> list[Part]:
+def read_items(saved: Mapping[str, SavedBlocks], wanted: Mapping[str, Block]) -> list[ReadItem]:
     """All that fills the blocks in `wanted` of those in `saved`, in the order of the holders' bytes."""
-    found = [part for name, block in wanted.items() if name in saved for part in _meetings(name, saved[name], block)]
+    found = []
+    for name in (name for name in wanted if name in saved):
+        target, dtype = wanted[name], torch_dtype(saved[name].dtype)
+        for block in saved[name].blocks:
+            shared = overlap(block, target.shard)
+            if shared is not None:
+                offsets, sizes = shared
+                start = tuple(o - b for o, b in zip(offsets, block.offsets, strict=True))
+                place = [o - first for o, first in zip(offsets, target.shard.offsets, strict=True)]
+                found.append(ReadItem(name, block, dtype, start, narrow(target.tensor, place, sizes)))
     return sorted(found, key=lambda part: (part.block.holder, part.block.start_bytes, part.start))
-
-
-def _meetings(name: str, saved: SavedBlocks, wanted: Block) -> Iterator[Part]:
-    dtype = torch_dtype(saved.dtype)
-    for block in saved.blocks:
-        shared = overlap(block, wanted.shard)
-        if shared is not None:
-            offsets, sizes = shared
-            start = tuple(o - b for o, b in zip(offsets, block.offsets, strict=True))
-            out = wanted.tensor
-            for dimension, (offset, first, size) in enumerate(zip(offsets, wanted.shard.offsets, sizes, strict=True)):
-                out = out.narrow(dimension, offset - first, size)
-            yield Part(name, block, dtype, start, out)

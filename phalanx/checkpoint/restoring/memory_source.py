@@ -22,27 +22,28 @@ from xxhash import xxh3_64
 
 from phalanx.checkpoint.all_ranks import everywhere, pack, unpack
 from phalanx.checkpoint.format.dcp import read_rows
-from phalanx.checkpoint.format.manifest import cover_fault
 from phalanx.checkpoint.format.run_sums import BadSumError, chunk_fault, first_fault, record_fault
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan
-from phalanx.checkpoint.keeper.main import host_name
-from phalanx.checkpoint.keeper_contract import Endpoint, Keeper, KeeperLostError, RestorableSnapshot, summary
-from phalanx.checkpoint.restoring.compatibility import Part, SavedBlock, SavedBlocks
-from phalanx.checkpoint.restoring.source import Fault, Rate, Reading, RemoteCopies
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
+from phalanx.checkpoint.keeper.keeper_start import host_name
+from phalanx.checkpoint.keeper_contract import Endpoint, KeeperLostError, RestorableSnapshot, brief
+from phalanx.checkpoint.replicas.fetch import PeerCopies
+from phalanx.checkpoint.restoring.compatibility import ReadItem, SavedBlock, SavedBlocks
+from phalanx.checkpoint.restoring.source import Rate, ReadFault, ReadReport
 from phalanx.core.peers import Peers
 
-SHARE_BYTES = 32 << 20
-"""Work is divided among threads in pieces of about this size."""
-
+SHARE_BYTES = 32 << 20  # work is divided among threads in pieces of about this size
+STREAMS = 2  # connections at once to another host: while one receives, the other sums and copies
 _BLOCK_BYTES = 1 << 18  # stays in the cache of a core
+_MAX_THREADS = 8
+
+Table = list[list[Any]]
+"""Of each piece of a shard: name, dtype, shape, offsets, sizes, first byte, length."""
 
 
 class CheckedCopy(io.RawIOBase):
     """The elements of a copy as a file, to be read from front to back; what `readinto` gave is good when it returns.
-
-    Args:
-        chunk: gives the chunk of a number; called with rising numbers.
-    """
+    `chunk` gives the chunk of a number, and is called with rising numbers."""
 
     def __init__(self, record: Record, plan: ShardPlan, chunk: Callable[[int], Buffer]) -> None:
         self._record, self._plan, self._chunk = record, plan, chunk
@@ -50,11 +51,11 @@ class CheckedCopy(io.RawIOBase):
         self._current = np.empty(0, np.uint8)
 
     def seekable(self) -> bool:
-        """It is."""
+        """Yes."""
         return True
 
     def readable(self) -> bool:
-        """It is."""
+        """Yes."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -64,11 +65,7 @@ class CheckedCopy(io.RawIOBase):
         return offset
 
     def readinto(self, buffer: Buffer) -> int:
-        """Fill `buffer`, or as much of it as there is.
-
-        Raises:
-            BadSumError: naming chunk and tensors.
-        """
+        """Fill `buffer`, or as much of it as there is; BadSumError: naming chunk and tensors."""
         target = np.frombuffer(memoryview(buffer), np.uint8)[: max(0, self._record.data_bytes - self._at)]
         done = 0
         while done < target.size:
@@ -77,10 +74,15 @@ class CheckedCopy(io.RawIOBase):
             if not skipped and end - first <= target.size - done and number != self._number:
                 count = self._take_whole(number, target[done : done + end - first])
             else:
-                self._check(number)
+                if number != self._number:
+                    data = self._chunk(number)
+                    fault = chunk_fault(data, number, self._record, self._plan)
+                    if fault is not None:
+                        raise BadSumError(fault)
+                    self._current, self._number = np.frombuffer(memoryview(data), np.uint8), number
                 part = self._current[skipped:][: target.size - done]
                 count = part.size
-                target[done : done + count] = part  # without Python's lock, other than slices of memoryviews
+                target[done : done + count] = part  # numpy copies without Python's lock, memoryviews with it
             done += count
             self._at += count
         return done
@@ -96,37 +98,21 @@ class CheckedCopy(io.RawIOBase):
             raise BadSumError(chunk_fault(target.data, number, self._record, self._plan) or f"chunk {number} changes")
         return target.size
 
-    def _check(self, number: int) -> None:
-        if number == self._number:
-            return
-        data = self._chunk(number)
-        fault = chunk_fault(data, number, self._record, self._plan)
-        if fault is not None:
-            raise BadSumError(fault)
-        self._current, self._number = np.frombuffer(memoryview(data), np.uint8), number
-
 
 def fill_from_memory(
-    memory: memoryview, record: Record, plan: ShardPlan, wanted: Sequence[Part], threads: int = 1
+    memory: memoryview, record: Record, plan: ShardPlan, wanted: Sequence[ReadItem], threads: int = 1
 ) -> None:
-    """Fill the targets of `wanted`, parts of this shard, from the memory of its slot.
+    """Fill the targets of `wanted`, parts of this shard, from the memory of its slot; BadSumError: it is not what was
+    written."""
+    _require_whole(record, plan, memory.nbytes)
 
-    Args:
-        threads: that may work at it.
-
-    Raises:
-        BadSumError: it is not what was written.
-    """
-    require_whole(record, plan, memory.nbytes)
-
-    def work(share: Sequence[Part]) -> None:
-        fill(CheckedCopy(record, plan, lambda n: memory[slice(*chunk_place(n, record))]), share)
+    def work(share: Sequence[ReadItem]) -> None:
+        _fill(CheckedCopy(record, plan, lambda n: memory[slice(*chunk_place(n, record))]), share)
 
     each(copy_shares(wanted, threads), work)
 
 
-def fill(copy: CheckedCopy, wanted: Iterable[Part]) -> None:
-    """Fill the targets of `wanted`, in the order of their bytes, from a copy."""
+def _fill(copy: CheckedCopy, wanted: Iterable[ReadItem]) -> None:
     file = cast(BinaryIO, copy)
     for part in wanted:
         if part.block.sizes:
@@ -135,12 +121,8 @@ def fill(copy: CheckedCopy, wanted: Iterable[Part]) -> None:
             read_rows(file, part.block.start_bytes, ((1,), part.dtype), (0,), part.out.view(1))
 
 
-def require_whole(record: Record, plan: ShardPlan, length_bytes: int) -> None:
-    """Check what a record says of itself: its plan, its state, the number of its sums, the length of the memory.
-
-    Raises:
-        BadSumError: it does not hold.
-    """
+def _require_whole(record: Record, plan: ShardPlan, length_bytes: int) -> None:
+    """Check plan, state and number of sums of a record, and the length of the memory, before any chunk."""
     fault = record_fault(record, length_bytes, plan)
     if fault is None and plan.data_bytes != record.data_bytes:
         fault = f"the record says {record.data_bytes} bytes and its plan {plan.data_bytes}"
@@ -153,17 +135,17 @@ def chunk_place(number: int, record: Record) -> tuple[int, int]:
     return number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, record.data_bytes)
 
 
-def chunks_of(wanted: Iterable[Part]) -> list[int]:
+def chunks_of(wanted: Iterable[ReadItem]) -> list[int]:
     """Numbers of the chunks that hold the rows of `wanted`, rising."""
     runs = (part.run for part in wanted if part.out.numel())
     return sorted({n for first, end in runs for n in range(first // CHUNK_BYTES, -(-end // CHUNK_BYTES))})
 
 
-def copy_shares(wanted: Sequence[Part], threads: int) -> list[list[Part]]:
+def copy_shares(wanted: Sequence[ReadItem], threads: int) -> list[list[ReadItem]]:
     """`wanted` in at most `threads` runs of about as many bytes."""
     pieces = [piece for part in wanted for piece in part.split(SHARE_BYTES)]
     limit = sum(piece.nbytes for piece in pieces) / max(1, threads)
-    found: list[list[Part]] = []
+    found: list[list[ReadItem]] = []
     done = 0
     for piece in pieces:
         if not found or (done >= limit * len(found) and len(found) < threads):
@@ -173,8 +155,8 @@ def copy_shares(wanted: Sequence[Part], threads: int) -> list[list[Part]]:
     return found
 
 
-def each(parted: Sequence[Sequence[Part]], work: Callable[[Sequence[Part]], None]) -> None:
-    """Do `work` on every share, at the same time where there are several; the first error is raised when all ended."""
+def each(parted: Sequence[Sequence[ReadItem]], work: Callable[[Sequence[ReadItem]], None]) -> None:
+    """Do `work` on every share, each in a thread; the first error is raised when all have ended."""
     if len(parted) < 2:
         for share in parted:
             work(share)
@@ -184,110 +166,87 @@ def each(parted: Sequence[Sequence[Part]], work: Callable[[Sequence[Part]], None
             future.result()
 
 
-def in_turn(numbers: Sequence[int], chunks: Iterator[memoryview]) -> Callable[[int], memoryview]:
-    """For `CheckedCopy`: chunks that come in the order of `numbers`."""
-    coming = iter(numbers)
-
-    def chunk(number: int) -> memoryview:
-        for next_number, data in zip(coming, chunks, strict=False):
-            if next_number == number:
-                return data
-        raise BadSumError(f"chunk {number} did not come")
-
-    return chunk
-
-
-STREAMS = 2
-"""Connections at once to another host: while one receives, the other sums and copies."""
-_MAX_THREADS = 8
-
-Table = list[list[Any]]
-"""Of each piece of a shard: name, dtype, shape, offsets, sizes, first byte, length."""
-
-
 @dataclass(frozen=True)
-class Hosts:
-    """Which hosts have a keeper, and what it holds; the same on all ranks.
+class KeeperHosts:
+    """Which hosts have a keeper, and what it holds; the same on all ranks."""
 
-    Attributes:
-        of_rank: name of each rank's host; empty where it has no keeper.
-        endpoints: of the keepers, by host.
-        held: records of their copies, by host.
-        lost: hosts whose keeper did not answer, and why.
-    """
-
-    of_rank: tuple[str, ...]
-    endpoints: Mapping[str, Endpoint]
-    held: Mapping[str, Sequence[Record]]
-    lost: Mapping[str, str]
-
-    def first_rank(self, host: str) -> int:
-        """The rank that asks the keeper of `host`."""
-        return self.of_rank.index(host)
+    of_rank: tuple[str, ...]  # name of each rank's host; empty where it has no keeper
+    endpoints: Mapping[str, Endpoint]  # of the keepers, by host
+    held: Mapping[str, Sequence[Record]]  # records of their copies, by host
+    lost: Mapping[str, str]  # hosts whose keeper did not answer, and why
 
 
-def look(keeper: Keeper | None, others: bool, peers: Peers) -> Hosts:
-    """Called by all ranks together: ask every keeper, by one rank of its host, what it holds.
+def look(keeper: KeeperClient | None, others: bool, peers: Peers) -> KeeperHosts:
+    """Ask every keeper, by one rank of its host, what it holds; called by all ranks together. With `others`, copies can
+    be read from other hosts, and keepers begin to listen for that."""
 
-    Args:
-        others: whether copies can be read from other hosts; keepers begin to listen for that then.
-    """
-    told = everywhere(peers, lambda: _introduce(keeper, others))
-    of_rank = tuple(row[0] for row in told)
-    endpoints = {row[0]: Endpoint(row[0], tuple(row[1]), *row[2:]) for row in reversed(told) if row[0]}
+    def introduce() -> list[Any]:
+        end = Endpoint("" if keeper is None else host_name(), (), 0)
+        try:
+            if keeper is not None and others:
+                end = keeper.endpoint
+        except KeeperLostError:
+            end = Endpoint("", (), 0)
+        except OSError:
+            pass  # it cannot listen; its own ranks can read what it has
+        return [end.host, list(end.addresses), end.port, end.interface, end.interface_bits_per_s]
+
+    rows = everywhere(peers, introduce)
+    of_rank = tuple(row[0] for row in rows)
+    endpoints = {row[0]: Endpoint(row[0], tuple(row[1]), *row[2:]) for row in reversed(rows) if row[0]}
 
     def ask() -> list[Any] | None:
         own = of_rank[peers.rank]
-        return _ask(keeper) if keeper is not None and own and of_rank.index(own) == peers.rank else None
+        if keeper is None or not own or of_rank.index(own) != peers.rank:
+            return None
+        try:
+            return [pack([brief(copy.record) for copy in keeper.held()]), ""]
+        except (KeeperLostError, OSError) as error:
+            return [pack([]), str(error) or type(error).__name__]
 
     answers = {of_rank[rank]: answer for rank, answer in enumerate(everywhere(peers, ask)) if answer is not None}
     held = {name: [Record.from_text(text) for text in unpack(rows)] for name, (rows, lost) in answers.items()}
-    return Hosts(of_rank, endpoints, held, {name: lost for name, (_, lost) in answers.items() if lost})
+    return KeeperHosts(of_rank, endpoints, held, {name: lost for name, (_, lost) in answers.items() if lost})
 
 
 class MemorySource:
-    """One snapshot.
-
-    Attributes:
-        choice: which, and where its copies are.
-        tensors: what it holds.
-        state: of training.
-        config: of the run that kept it.
-    """
-
-    kind = "memory"
+    """One snapshot, the `choice`, of which keepers of `hosts` have copies; `config` is of the run that kept it."""
 
     def __init__(
         self,
         choice: RestorableSnapshot,
-        hosts: Hosts,
-        keeper: Keeper | None,
-        remote: RemoteCopies | None,
+        hosts: KeeperHosts,
+        keeper: KeeperClient | None,
+        remote: PeerCopies | None,
         peers: Peers,
         tables: Mapping[int, Table],
         state: Any,
         config: Mapping[str, Any],
     ) -> None:
         self.choice, self._hosts, self._keeper, self._remote, self._peers = choice, hosts, keeper, remote, peers
-        self.tensors = _tensors(tables)
         self.state, self.config = state, config
         self.step, self.attempt, self.name = choice.snapshot.step, choice.snapshot.attempt, ""
+        self.tensors: dict[str, SavedBlocks] = {}
+        for rank, table in tables.items():
+            for name, dtype, shape, offsets, sizes, start, length in table:
+                saved = self.tensors.setdefault(name, SavedBlocks(dtype, tuple(shape), []))
+                saved.blocks.append(SavedBlock(tuple(offsets), tuple(sizes), rank, start, length))
 
     def distance(self, rank: int, holder: int) -> int:
         """0 where the host of `rank` has a copy of the shard."""
         return 0 if self._hosts.of_rank[rank] in self.choice.hosts[holder] else 1
 
-    def check(self) -> Reading:
+    def check(self) -> ReadReport:
         """Nothing: everything is checked while it is read."""
-        return Reading()
+        return ReadReport()
 
-    def check_beside(self) -> Reading:
+    def check_beside(self) -> ReadReport:
         """Nothing: a snapshot has only what is restored."""
-        return Reading()
+        return ReadReport()
 
-    def verify(self) -> Reading:
-        """Take the sums of the copies on this rank's host; each shard is one rank's to check."""
-        reading = Reading()
+    def verify(self) -> ReadReport:
+        """Take the sums of the copies on this rank's host; one rank checks each shard."""
+        reading = ReadReport()
         own = self._hosts.of_rank[self._peers.rank]
         for rank, hosts in self.choice.hosts.items():
             near = [peer for peer, host in enumerate(self._hosts.of_rank) if host in hosts]
@@ -303,23 +262,21 @@ class MemorySource:
                     raise BadSumError(fault)
         return reading
 
-    def read(self, wanted: Sequence[Part]) -> Reading:
+    def read(self, wanted: Sequence[ReadItem]) -> ReadReport:
         """Fill the targets of `wanted`, which are in the order of their shards."""
-        reading = Reading()
+        reading = ReadReport()
         for rank, group in groupby(wanted, key=lambda part: part.block.holder):
-            host = self._host(rank)
+            # Copies on other hosts are shared out, so that not all ranks read from the same one.
+            own, hosts = self._hosts.of_rank[self._peers.rank], self.choice.hosts[rank]
+            host = own if own in hosts else hosts[self._peers.rank % len(hosts)]
             with _faults(reading, self.choice, host, rank):
-                if host == self._hosts.of_rank[self._peers.rank]:
+                if host == own:
                     self._copy(rank, list(group), reading)
                 else:
                     self._fetch(host, rank, list(group), reading)
         return reading
 
-    def _host(self, rank: int) -> str:
-        own, hosts = self._hosts.of_rank[self._peers.rank], self.choice.hosts[rank]
-        return own if own in hosts else hosts[self._peers.rank % len(hosts)]
-
-    def _copy(self, rank: int, wanted: list[Part], reading: Reading) -> None:
+    def _copy(self, rank: int, wanted: list[ReadItem], reading: ReadReport) -> None:
         assert self._keeper is not None
         own = self._hosts.of_rank[self._peers.rank]
         threads = (os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))) or 1
@@ -334,114 +291,79 @@ class MemorySource:
                 raise
         reading.add(Rate("memory", "this host", sum(p.nbytes for p in wanted), time.monotonic() - began_s))
 
-    def _fetch(self, host: str, rank: int, wanted: list[Part], reading: Reading) -> None:
+    def _fetch(self, host: str, rank: int, wanted: list[ReadItem], reading: ReadReport) -> None:
         if self._remote is None:
             raise LookupError("nothing here reads from other hosts")
         remote, endpoint = self._remote, self._hosts.endpoints[host]
         began_s = time.monotonic()
 
-        def work(share: Sequence[Part]) -> None:
+        def work(share: Sequence[ReadItem]) -> None:
             with remote.open(endpoint, self.choice.snapshot, rank) as copy:
                 _require_same(self.choice, rank, copy.record)
-                require_whole(copy.record, copy.plan, copy.plan.data_bytes)
+                _require_whole(copy.record, copy.plan, copy.plan.data_bytes)
                 numbers = chunks_of(share)
-                chunk = in_turn(numbers, copy.chunks(numbers))
-                fill(CheckedCopy(copy.record, copy.plan, chunk), share)
+                coming = zip(numbers, copy.chunks(numbers), strict=False)  # they come in this order
+
+                def chunk(number: int) -> memoryview:
+                    for next_number, data in coming:
+                        if next_number == number:
+                            return data
+                    raise BadSumError(f"chunk {number} did not come")
+
+                _fill(CheckedCopy(copy.record, copy.plan, chunk), share)
 
         shares = copy_shares(wanted, STREAMS)
         each(shares, work)
+        # Whole chunks have come, each as often as shares need it; the last of the shard may be shorter.
+        end = max((part.run[1] for part in wanted), default=0)
+        came_bytes = sum(len(chunks_of(share)) for share in shares) * CHUNK_BYTES - (-end % CHUNK_BYTES)
         bits = endpoint.interface_bits_per_s
         place = f"{endpoint.interface or ', '.join(endpoint.addresses[:1])} of host {host}"
-        reading.add(Rate("peer", place, _came(wanted, shares), time.monotonic() - began_s, bits / 8 if bits else None))
+        reading.add(Rate("peer", place, came_bytes, time.monotonic() - began_s, bits / 8 if bits else None))
 
 
 def describe(
-    choice: RestorableSnapshot, hosts: Hosts, keeper: Keeper | None, peers: Peers
-) -> tuple[list[Any], list[Fault]]:
-    """Called by all ranks together: the table of every shard, with the state; or which copies were refused.
-
-    Each is read once, by the first rank of the first host that has it.
-    """
+    choice: RestorableSnapshot, hosts: KeeperHosts, keeper: KeeperClient | None, peers: Peers
+) -> tuple[list[Any], list[ReadFault]]:
+    """The table of every shard, with the state, or which copies were refused; called by all ranks together. The first
+    rank of the first host that has a shard reads it."""
 
     def offer() -> list[Any]:
         own = hosts.of_rank[peers.rank]
-        mine = [r for r, names in choice.hosts.items() if names[0] == own and hosts.first_rank(own) == peers.rank]
-        reading = Reading()
+        is_first = hosts.of_rank.index(own) == peers.rank
+        mine = [rank for rank, names in choice.hosts.items() if names[0] == own and is_first]
+        reading = ReadReport()
         rows: list[Any] = []
         for rank in mine if keeper is not None else []:
             with _faults(reading, choice, own, rank):
                 assert keeper is not None
                 with keeper.read(choice.snapshot, rank) as (record, plan, memory):
                     _require_same(choice, rank, record)
-                    require_whole(record, plan, memory.nbytes)
-                    rows.append([rank, _table(plan), record.state])
+                    _require_whole(record, plan, memory.nbytes)
+                    pieces = plan.pieces
+                    table = [
+                        [p.name, p.dtype, p.shape, p.offsets, p.sizes, p.start_bytes, p.length_bytes] for p in pieces
+                    ]
+                    rows.append([rank, table, record.state])
         return [pack(rows), [list(fault) for fault in reading.faults]]
 
     answers = everywhere(peers, offer)
-    faults = [Fault(*fault) for _, told in answers for fault in told]
+    faults = [ReadFault(*fault) for _, theirs in answers for fault in theirs]
     return [row for rows, _ in answers for row in unpack(rows)], faults
 
 
-def hole(tensors: Mapping[str, SavedBlocks]) -> str | None:
-    """Why the pieces of all shards do not make up whole tensors; None if they do."""
-    for name, tensor in tensors.items():
-        fault = cover_fault(tensor.shape, tensor.blocks)
-        if fault is not None:
-            return f"{name}: {fault}"
-    return None
-
-
-def _introduce(keeper: Keeper | None, others: bool) -> list[Any]:
-    if keeper is None:
-        return ["", [], 0, "", None]
-    try:
-        end = keeper.endpoint if others else Endpoint(host_name(), (), 0)
-    except KeeperLostError:
-        return ["", [], 0, "", None]
-    except OSError:  # it cannot listen; its own ranks can read what it has
-        end = Endpoint(host_name(), (), 0)
-    return [end.host, list(end.addresses), end.port, end.interface, end.interface_bits_per_s]
-
-
-def _ask(keeper: Keeper) -> list[Any]:
-    try:
-        return [pack(summary(keeper)), ""]
-    except (KeeperLostError, OSError) as error:
-        return [pack([]), str(error) or type(error).__name__]
-
-
 @contextmanager
-def _faults(reading: Reading, choice: RestorableSnapshot, host: str, rank: int) -> Iterator[None]:
+def _faults(reading: ReadReport, choice: RestorableSnapshot, host: str, rank: int) -> Iterator[None]:
     """What makes a copy unusable becomes a fault; all else is an error."""
     try:
         yield
     except KeeperLostError as error:
-        reading.faults.append(Fault(host, -1, f"its keeper is gone ({error})"))
+        reading.faults.append(ReadFault(host, -1, f"its keeper is gone ({error})"))
     except (BadSumError, LookupError, OSError) as error:
         cause = str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
-        reading.faults.append(Fault(host, rank, cause or type(error).__name__))
+        reading.faults.append(ReadFault(host, rank, cause or type(error).__name__))
 
 
 def _require_same(choice: RestorableSnapshot, rank: int, record: Record) -> None:
     if (record.snapshot, record.rank, record.plan_sha256) != (choice.snapshot, rank, choice.plans[rank]):
         raise LookupError(f"another one lies there now, of step {record.step}, rank {record.rank}")
-
-
-def _table(plan: ShardPlan) -> Table:
-    return [[p.name, p.dtype, p.shape, p.offsets, p.sizes, p.start_bytes, p.length_bytes] for p in plan.pieces]
-
-
-def _tensors(tables: Mapping[int, Table]) -> dict[str, SavedBlocks]:
-    found: dict[str, tuple[str, tuple[int, ...], list[SavedBlock]]] = {}
-    for rank, table in tables.items():
-        for name, dtype, shape, offsets, sizes, start, length in table:
-            _, _, blocks = found.setdefault(name, (dtype, tuple(shape), []))
-            blocks.append(SavedBlock(tuple(offsets), tuple(sizes), rank, start, length))
-    return {name: SavedBlocks(*entry) for name, entry in found.items()}
-
-
-def _came(wanted: Sequence[Part], shares: Sequence[Sequence[Part]]) -> int:
-    end = max((part.run[1] for part in wanted), default=0)
-    record_end = -(-end // CHUNK_BYTES) * CHUNK_BYTES
-    whole = sum(len(chunks_of(share)) for share in shares) * CHUNK_BYTES
-    return whole - (record_end - end if wanted else 0)

@@ -1,8 +1,8 @@
 """Resume: all ranks take back the newest state that can be trusted, from the nearest place that has it.
 
 In this order: the memory of a rank's own host, that of another host, durable storage; then older states in the same
-order (see `phalanx.checkpoint.keeper_contract` for which is newer). All ranks restore the same state. What is not
-what was written is refused with one line that says where and why, and all that was filled is filled again.
+order (see `phalanx.checkpoint.keeper_contract` for which is newer). All ranks restore the same state. A damaged copy is
+refused with one line that says where and why, and all tensors are filled again from the next one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from torch import Tensor
 
 from phalanx.checkpoint.all_ranks import agreed, everywhere
 from phalanx.checkpoint.format.dcp import Block, held
+from phalanx.checkpoint.format.manifest import cover_fault
 from phalanx.checkpoint.format.shard_plan import SnapshotId, parse_state
-from phalanx.checkpoint.keeper_contract import Keeper, RestorableSnapshot, newest_first, restorable
-from phalanx.checkpoint.restoring.compatibility import CURE, SOURCE, Differences, Part, SavedBlocks, parts, require_fit
-from phalanx.checkpoint.restoring.durable_source import Checkpoints
-from phalanx.checkpoint.restoring.memory_source import Hosts, MemorySource, describe, hole, look
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
+from phalanx.checkpoint.keeper_contract import RestorableSnapshot, newest_first, restorable
+from phalanx.checkpoint.replicas.fetch import PeerCopies
+from phalanx.checkpoint.restoring.compatibility import CURE, SOURCE, Differences, SavedBlocks, read_items, require_fit
+from phalanx.checkpoint.restoring.durable_source import DurableCheckpoints, DurableSource
+from phalanx.checkpoint.restoring.memory_source import KeeperHosts, MemorySource, describe, look
 from phalanx.checkpoint.restoring.source import (
-    Fault,
     Kind,
     Rate,
-    Reading,
-    RemoteCopies,
+    ReadFault,
+    ReadReport,
     Restored,
     Sharing,
-    Source,
     agree,
     give,
     readers,
@@ -43,15 +44,17 @@ from phalanx.core.peers import ALONE, Copies, Peers
 
 _SHOWN = 8
 
+Source = MemorySource | DurableSource
+
 
 class NoneGoodError(UserError):
     """Durable checkpoints are there, or were, and none can be used: to begin anew would in time delete what is left."""
 
     def __init__(self, unusable: list[str], url: str, *, is_filled: bool) -> None:
-        told = "; ".join(unusable[:_SHOWN]) + (f"; and {len(unusable) - _SHOWN} more" if unusable[_SHOWN:] else "")
+        lines = "; ".join(unusable[:_SHOWN]) + (f"; and {len(unusable) - _SHOWN} more" if unusable[_SHOWN:] else "")
         spoilt = ", and the tensors hold parts of a damaged one" if is_filled else ""
         super().__init__(
-            f"no good state is left{spoilt}: {told}",
+            f"no good state is left{spoilt}: {lines}",
             cure="bring back what is missing or damaged, or give another folder; to begin anew in this one, remove its "
             "step-* and latest-*.json",
             field=url,
@@ -62,9 +65,8 @@ class SpoiltError(UserError):
     """All that was found is damaged, which was seen only while it was read: the tensors hold parts of it."""
 
     def __init__(self, refusals: list[str]) -> None:
-        told = "; ".join(refusals[-3:])
         super().__init__(
-            f"no good state is left, and the tensors hold parts of a damaged one: {told}",
+            f"no good state is left, and the tensors hold parts of a damaged one: {'; '.join(refusals[-3:])}",
             cure="make model and optimizer anew and begin in an empty folder, or bring back a whole checkpoint",
         )
 
@@ -75,8 +77,8 @@ class Targets(NamedTuple):
     Attributes:
         tensors: by the names under which they were saved.
         shards: which block of its logical tensor each of `tensors` is; those not named here are whole.
-        check: is given the names on one side only, on every rank, before anything is changed; what it raises ends the
-            restore.
+        check: called with the names on one side only, on every rank, before anything is changed; what it raises ends
+            the restore.
         cure: what a person should do where shapes or dtypes do not fit.
     """
 
@@ -94,35 +96,15 @@ class Opened:
 
     def __init__(self, source: Source, peers: Peers, report: Callable[[str], None]) -> None:
         self.source, self._peers, self._report = source, peers, report
-        self._checked: Reading | None = None
+        self.step: int = source.step
+        self.state: Any = source.state  # what training had given besides tensors
+        self.config: Mapping[str, Any] = source.config  # of the run that kept it; empty where that is not known
+        self.tensors: Mapping[str, SavedBlocks] = source.tensors
+        self._checked: ReadReport | None = None
         self._is_beside_checked = False
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.source.step
-
-    @property
-    def state(self) -> Any:
-        """What training had given besides tensors."""
-        return self.source.state
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The resolved config of the run that kept it; empty where that is not known."""
-        return self.source.config
-
-    @property
-    def tensors(self) -> Mapping[str, SavedBlocks]:
-        """What it holds."""
-        return self.source.tensors
-
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill whole tensors that are nobody's yet, to know from them what else to fill.
-
-        Raises:
-            UserError: one is not there, or has another shape or dtype.
-        """
+        """Fill fresh tensors, to know from them what else to fill; UserError: one is not there, or does not fit."""
         blocks: dict[str, Block] = {}
         agreed(self._peers, lambda: blocks.update(held(tensors, {})))
         fit = partial(require_fit, strict=False, cast=False, misses_empty=True, words=SOURCE)
@@ -141,38 +123,45 @@ class Opened:
         self.check()
         self._through(self._check_beside, self.source.verify)
 
-    def check(self) -> None:
-        """Check what cannot be checked while it is read; done before anything is, once."""
+    def check(self) -> ReadReport:
+        """Check what cannot be checked while it is read; once, before anything is read."""
         if self._checked is None:
             self._checked = _everyone(self._peers, self.source.check)
-        _require(self._checked)
+        if self._checked.faults:
+            raise _DamagedError(self._checked)
+        return self._checked
 
-    def fill(self, blocks: Mapping[str, Block], sharing: Sharing | None) -> Reading:
+    def fill(self, blocks: Mapping[str, Block], sharing: Sharing | None) -> ReadReport:
         """Fill the blocks of all ranks."""
-        self.check()
-        source = self.source
-        wanted = parts(source.tensors, blocks)
-        given = [] if sharing is None else _divide(source, wanted, sharing)
-        elsewhere = {id(part) for reader, part in given if sharing is not None and reader != sharing.copies.index}
-        mine = [part for part in wanted if id(part) not in elsewhere]
-        reading = self._through(lambda: source.read(mine), self._check_beside)
-        if sharing is not None:
+        checked, source = self.check(), self.source
+        wanted = read_items(source.tensors, blocks)
+        # Files that nothing is restored from come after the weights, and not at all where those are damaged.
+        if sharing is None:
+            reading = self._through(lambda: source.read(wanted), self._check_beside)
+        else:
+            # What all members of the group want alike, one of them reads, and then broadcasts.
+            ranks = sharing.ranks
+            shared = [part for part in wanted if part.name in sharing.names]
+            by = readers(shared, len(ranks), lambda member, holder: source.distance(ranks[member], holder))
+            given = [(reader, part) for reader, part in zip(by, shared, strict=True) if reader is not None]
+            elsewhere = {id(part) for reader, part in given if reader != sharing.copies.index}
+            mine = [part for part in wanted if id(part) not in elsewhere]
+            reading = self._through(lambda: source.read(mine), self._check_beside)
             give(sharing, [(reader, part.out) for reader, part in given])
-        assert self._checked is not None
-        return Reading(rates=self._checked.rates + reading.rates)
+        return ReadReport(rates=checked.rates + reading.rates)
 
-    def _check_beside(self) -> Reading:
-        """What nothing is restored from, once: nothing waits for it that need not."""
+    def _check_beside(self) -> ReadReport:
+        """Check the files that nothing is restored from, once, and after those that are waited for."""
         if self._is_beside_checked:
-            return Reading()
+            return ReadReport()
         self._is_beside_checked = True
         return self.source.check_beside()
 
-    def _through(self, *works: Callable[[], Reading]) -> Reading:
-        """Let all ranks do `works`, one after the other, each until it has met with damage."""
+    def _through(self, *works: Callable[[], ReadReport]) -> ReadReport:
+        """Let all ranks do `works`, one after the other, each rank until it meets damage."""
 
-        def done() -> Reading:
-            reading = Reading()
+        def done() -> ReadReport:
+            reading = ReadReport()
             for work in works:
                 if not reading.faults:
                     reading.extend(work())
@@ -181,18 +170,19 @@ class Opened:
         reading = _everyone(self._peers, done)
         for note in reading.notes:
             self._report(note)
-        _require(reading)
+        if reading.faults:
+            raise _DamagedError(reading)
         return reading
 
 
 Wanted = Mapping[str, Tensor] | Callable[[Opened], Targets]
-"""What is to be filled, or a function that says so when it sees what there is; called on all ranks alike."""
+"""What is to be filled, or a function that returns it for each state that is tried; called on all ranks alike."""
 
 
 class _DamagedError(Exception):
     """The same on all ranks."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ReadReport) -> None:
         super().__init__(reading.faults[0].cause)
         self.reading = reading
 
@@ -200,14 +190,15 @@ class _DamagedError(Exception):
 def restore(
     wanted: Wanted,
     *,
-    keeper: Keeper | None,
+    keeper: KeeperClient | None,
     store: Store | None,
     report: Callable[[str], None],
     shards: Mapping[str, Shard] | None = None,
     peers: Peers = ALONE,
     copies: Copies | None = None,
-    remote: RemoteCopies | None = None,
+    remote: PeerCopies | None = None,
     accept: Callable[[Opened], None] | None = None,
+    distrust: Callable[[int, int], str] | None = None,
     strict: bool = True,
     cast: bool = False,
     select: Callable[[str], bool] | None = None,
@@ -216,22 +207,23 @@ def restore(
 ) -> Restored | None:
     """Fill tensors in place with the newest state that is whole and good, in whatever layout it was saved.
 
-    Called by all ranks together. Nothing is changed on any rank if what is found does not fit on one of them. This is
-    the one way back into a state: whoever restores anything calls it.
+    Called by all ranks together. Nothing is changed on any rank if what is found does not fit on one of them. Every
+    restore, of whatever, goes through this function.
 
     Args:
         wanted: tensors by the names under which they were saved, on any device; or a function that is called with each
             state that is tried.
         keeper: of this rank's host; None where there is none.
-        store: durable storage; the same on all ranks; None where nothing is durable.
-        report: given one line for each refusal, and for damage that nothing is refused for, on rank 0.
+        store: durable storage, the same on all ranks; None where nothing is durable.
+        report: called with one line for each refusal, and for damage that nothing is refused for, on rank 0.
         shards: of `wanted`, where that is not a function; see `Targets`.
-        peers: the ranks.
         copies: the data-parallel group of this rank: what all its members need is read by one of them; None on all
             ranks: each reads for itself.
         remote: reads what keepers of other hosts hold; None on all ranks: only own hosts' copies are used.
-        accept: is given each state that is tried, on every rank alike, before anything else; what it raises ends the
+        accept: called with each state that is tried, on every rank alike, before anything else; what it raises ends the
             restore.
+        distrust: called with the attempt and the step of each state that is found, on every rank alike: why it is not
+            to be used, although it is whole; empty: it may be.
         strict: every name must be on both sides, see `Differences`.
         cast: convert where dtypes differ instead of refusing.
         select: restore only the tensors whose names it accepts (weights only …); others are neither changed nor missed.
@@ -250,17 +242,21 @@ def restore(
     """
     began_s = time.monotonic()
     refused = refused or RefusedStates()
-    log = _Log(report, peers.rank, refused.told)
+    log = _Log(report, peers.rank, refused.reported)
     # A tensor without elements has no bytes in a snapshot, so it is not missed.
     fit = partial(require_fit, strict=strict, cast=cast, select=select, misses_empty=False, words=SOURCE)
     states = _States(keeper, remote, store, verify, peers, refused, log)
     while (source := states.next()) is not None:
+        if distrust is not None and (cause := distrust(source.attempt, source.step)):
+            states.pass_over(source, cause)
+            continue
         opened, is_filling = Opened(source, peers, log.note), False
         try:
             if accept is not None:
                 agreed(peers, partial(accept, opened))
             targets = wanted(opened) if callable(wanted) else Targets(wanted, shards)
             blocks, sharing, is_any = _blocks(targets, select, peers, copies)
+            # Everything that may be refused without touching a tensor comes first: names and shapes, then damage.
             differences = fit(_title(source), source.tensors, blocks, peers, cure=targets.cure)
             if targets.check is not None:
                 agreed(peers, partial(targets.check, differences))
@@ -268,12 +264,15 @@ def restore(
             is_filling = is_any
             filled = opened.fill(blocks, sharing)
         except _DamagedError as damage:
+            # Seen only while it was read: the next state fills all of it again, from an older step if need be.
             log.rates += damage.reading.rates
             log.filled_in_vain |= is_filling
             states.refuse(source, damage.reading.faults)
         else:
             log.rates += filled.rates
+            states.mark_suspect()
             return _restored(source, differences, log, filled, time.monotonic() - began_s)
+    # To begin anew beside checkpoints that cannot be used would in time prune them, so it must be a person's decision.
     unusable = states.unusable()
     if store is not None and unusable:
         raise NoneGoodError(unusable, store.url, is_filled=log.filled_in_vain)
@@ -298,18 +297,11 @@ def _blocks(
 
 @dataclass
 class RefusedStates:
-    """What was found to be damaged, so that it is not tried again, and what was said of it, so that it is said once.
+    """What was found to be damaged, so that it is not tried again, and the lines about it, so that each comes once."""
 
-    Attributes:
-        durable: checkpoints, as `Checkpoints` of `phalanx.checkpoint.restoring.durable_source` tells them from others,
-            and why they were; rank 0's.
-        copies: of shards in memory: snapshot, host, rank.
-        told: lines for people.
-    """
-
-    durable: dict[str, str] = field(default_factory=dict)
-    copies: set[tuple[SnapshotId, str, int]] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    durable: dict[str, str] = field(default_factory=dict)  # identities of checkpoints, and the damage; rank 0's
+    copies: set[tuple[SnapshotId, str, int]] = field(default_factory=set)  # in memory: snapshot, host, rank
+    reported: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -318,7 +310,7 @@ class _Log:
 
     report: Callable[[str], None]
     rank: int
-    told: set[str]
+    reported: set[str]
     refusals: list[str] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
     filled_in_vain: bool = False
@@ -328,9 +320,9 @@ class _Log:
         self.note(line)
 
     def note(self, line: str) -> None:
-        if self.rank == 0 and line not in self.told:
+        if self.rank == 0 and line not in self.reported:
             self.report(line)
-        self.told.add(line)
+        self.reported.add(line)
 
 
 class _States:
@@ -338,8 +330,8 @@ class _States:
 
     def __init__(
         self,
-        keeper: Keeper | None,
-        remote: RemoteCopies | None,
+        keeper: KeeperClient | None,
+        remote: PeerCopies | None,
         store: Store | None,
         verify: bool,
         peers: Peers,
@@ -347,21 +339,25 @@ class _States:
         log: _Log,
     ) -> None:
         self._keeper, self._remote, self._peers, self._log = keeper, remote, peers, log
-        self._refused = refused
-        self._hosts: Hosts = look(keeper, remote is not None, peers)
+        self._refused, self._has_suspect = refused, False
+        self._hosts: KeeperHosts = look(keeper, remote is not None, peers)
         for name, cause in self._hosts.lost.items():
             log.refuse(f"the keeper of host {name} does not answer ({cause}); what it holds is not used")
-        self._choices = [choice.without(self._bad(choice)) for choice in restorable(self._hosts.held)]
-        tell = (log.refuse, log.note)
-        self._durable = None if store is None else Checkpoints(store, verify, peers, refused.durable, *tell)
+        self._choices: list[RestorableSnapshot] = []
+        for choice in restorable(self._hosts.held):
+            bad = {(host, rank) for snapshot, host, rank in refused.copies if snapshot == choice.snapshot}
+            self._choices.append(choice.without(bad))
+        reports = (log.refuse, log.note)
+        self._durable = None if store is None else DurableCheckpoints(store, verify, peers, refused.durable, *reports)
 
     def next(self) -> Source | None:
-        """The newest that has not been refused.
-
-        Raises:
-            UserError: nothing in memory is left, and the storage cannot be read.
-        """
-        while (choice := self._newest_choice()) is not None:
+        """The newest that was not refused; UserError: nothing in memory is left, and the storage cannot be read."""
+        # Memory first, unless storage has something newer: of equal states memory is nearer, and read at its speed.
+        while self._choices:
+            choice = self._choices[0]
+            if not choice.is_whole:
+                self._choices.remove(choice)
+                continue
             if self._has_newer(choice):
                 break
             source = self._open(choice)
@@ -371,7 +367,7 @@ class _States:
             return None
         return self._durable.take()
 
-    def refuse(self, source: Source, faults: list[Fault]) -> None:
+    def refuse(self, source: Source, faults: list[ReadFault]) -> None:
         """Do not use what is at fault again."""
         if isinstance(source, MemorySource):
             self._refuse_copies(source.choice, faults)
@@ -379,17 +375,24 @@ class _States:
             assert self._durable is not None
             self._durable.refuse(faults[0].cause)
 
+    def pass_over(self, source: Source, cause: str) -> None:
+        """Do not use a state that is whole, in none of its copies."""
+        if isinstance(source, MemorySource):
+            self._choices.remove(source.choice)
+            self._log.refuse(f"the snapshot of step {source.step} in memory is passed over ({cause})")
+        else:
+            assert self._durable is not None
+            self._durable.pass_over(cause)
+            self._has_suspect = True
+
+    def mark_suspect(self) -> None:
+        """What was passed over in storage is to be kept by no rule of retention."""
+        if self._has_suspect and self._durable is not None:
+            self._durable.mark_suspect()
+
     def unusable(self) -> list[str]:
         """Why no durable checkpoint can be used, where there is or was one."""
         return [] if self._durable is None else self._durable.unusable()
-
-    def _bad(self, choice: RestorableSnapshot) -> set[tuple[str, int]]:
-        """The copies of it that have been refused before."""
-        return {(host, rank) for snapshot, host, rank in self._refused.copies if snapshot == choice.snapshot}
-
-    def _newest_choice(self) -> RestorableSnapshot | None:
-        self._choices = [choice for choice in self._choices if choice.is_whole]
-        return self._choices[0] if self._choices else None
 
     def _has_newer(self, choice: RestorableSnapshot) -> bool:
         """Whether durable storage has what is newer than `choice`."""
@@ -412,28 +415,30 @@ class _States:
         state, config = next((parse_state(text) for _, _, text in rows if text), (None, {}))
         tables = {rank: table for rank, table, _ in rows}
         source = MemorySource(choice, self._hosts, self._keeper, self._remote, self._peers, tables, state, config)
-        problem = hole(source.tensors)
-        if problem is None:
-            return source
-        self._log.refuse(f"the snapshot of step {choice.snapshot.step} in memory is refused ({problem})")
-        self._choices.remove(choice)
-        return None
+        for name, tensor in source.tensors.items():
+            fault = cover_fault(tensor.shape, tensor.blocks)
+            if fault is not None:
+                self._log.refuse(f"the snapshot of step {choice.snapshot.step} in memory is refused ({name}: {fault})")
+                self._choices.remove(choice)
+                return None
+        return source
 
-    def _refuse_copies(self, choice: RestorableSnapshot, faults: list[Fault]) -> None:
+    def _refuse_copies(self, choice: RestorableSnapshot, faults: list[ReadFault]) -> None:
         bad = {(fault.host, fault.holder) for fault in faults if fault.holder >= 0}
         self._refused.copies |= {(choice.snapshot, *copy) for copy in bad}
+        # A lost keeper takes its copies of all steps with it; a bad copy counts for its own step alone.
         lost = {fault.host for fault in faults if fault.holder < 0}
         gone = {(host, rank) for host in lost for each in self._choices for rank in each.hosts}
         self._choices = [  # a copy of another step may be good where this one is not
             each.without(gone | bad if each.snapshot == choice.snapshot else gone) for each in self._choices
         ]
         following = "another host's" if choice.without(gone | bad).is_whole else "durable storage or an older state"
-        told: set[str] = set()
+        lines: set[str] = set()
         for fault in faults:
             what = "all copies" if fault.holder < 0 else f"the copy of rank {fault.holder}"
             line = f"step {choice.snapshot.step}: {what} in memory of host {fault.host}"
-            if line not in told:  # several ranks may have met with the same
-                told.add(line)
+            if line not in lines:  # several ranks may have met the same
+                lines.add(line)
                 refused = "are refused" if fault.holder < 0 else "is refused"
                 self._log.refuse(f"{line} {refused} ({fault.cause}); trying {following}")
 
@@ -442,30 +447,21 @@ def _title(source: Source) -> str:
     return source.name or f"the snapshot of step {source.step} in memory"
 
 
-def _divide(source: Source, wanted: list[Part], sharing: Sharing) -> list[tuple[int, Part]]:
-    """The parts that one member reads for all of its group, with its number."""
-    shared = [part for part in wanted if part.name in sharing.names]
-    by = readers(shared, len(sharing.ranks), lambda member, holder: source.distance(sharing.ranks[member], holder))
-    return [(reader, part) for reader, part in zip(by, shared, strict=True) if reader is not None]
+def _everyone(peers: Peers, work: Callable[[], ReadReport]) -> ReadReport:
+    """What came of `work` on all ranks, on every rank."""
 
-
-def _require(reading: Reading) -> None:
-    if reading.faults:
-        raise _DamagedError(reading)
-
-
-def _everyone(peers: Peers, work: Callable[[], Reading]) -> Reading:
-    def told() -> list[Any]:
+    def done() -> list[Any]:
         reading = work()
         return [[list(fault) for fault in reading.faults], [list(rate) for rate in reading.rates], reading.notes]
 
-    answers = everywhere(peers, told)
-    faults = [Fault(*fault) for theirs, _, _ in answers for fault in theirs]
+    # Every rank must come to the same verdict: with damage on one of them, all go on to the next state.
+    answers = everywhere(peers, done)
+    faults = [ReadFault(*fault) for theirs, _, _ in answers for fault in theirs]
     rates = [Rate(*rate) for _, theirs, _ in answers for rate in theirs]
-    return Reading(faults, rates, [note for *_, notes in answers for note in notes])
+    return ReadReport(faults, rates, [note for *_, notes in answers for note in notes])
 
 
-def _restored(source: Source, differences: Differences, log: _Log, filled: Reading, seconds: float) -> Restored:
+def _restored(source: Source, differences: Differences, log: _Log, filled: ReadReport, seconds: float) -> Restored:
     rates = together(log.rates)
     kinds = {rate.kind for rate in filled.rates}
     sums: dict[Kind, int] = {}

@@ -1,25 +1,22 @@
-"""What any place to restore from offers, what came of reading it, and reading once what a group needs.
+"""What came of reading a place to restore from, and reading once what a data-parallel group needs.
 
-The members of a data-parallel group want the same blocks: one of them reads each, and gives it to the others.
+The members of such a group want the same blocks: one of them reads each, and broadcasts it to the others.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.format.dcp import Block
-from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper_contract import Endpoint
-from phalanx.checkpoint.restoring.compatibility import Differences, Part, SavedBlocks
+from phalanx.checkpoint.restoring.compatibility import Differences, ReadItem
 from phalanx.core import units
 from phalanx.core.layout import Shard
 from phalanx.core.peers import Copies
@@ -28,10 +25,9 @@ Kind = Literal["memory", "peer", "durable"]
 
 
 class Rate(NamedTuple):
-    """What came over one network interface of another host, or from one other place.
+    """What came from one place: ``this host``, ``durable``, or a host and its network interface.
 
     Attributes:
-        place: ``this host``, ``durable``, or a host and its interface.
         bytes: by all ranks together.
         seconds: of the rank that took longest.
         possible_bytes_per_s: of the interface; None where it is not known.
@@ -57,13 +53,8 @@ class Rate(NamedTuple):
         return f"{self.place}: {units.size(self.bytes)}{rate}{share}"
 
 
-class Fault(NamedTuple):
-    """Why something cannot be used.
-
-    Attributes:
-        host: that has the copy; empty: durable storage.
-        holder: rank of the shard; -1: everything of that host or checkpoint.
-    """
+class ReadFault(NamedTuple):
+    """Why something cannot be used: on a host (empty: durable storage) the shard of a rank (-1: all of it)."""
 
     host: str
     holder: int
@@ -71,20 +62,20 @@ class Fault(NamedTuple):
 
 
 @dataclass
-class Reading:
+class ReadReport:
     """What came of reading, on one rank.
 
     Attributes:
-        faults: if there are any, what was read holds anything.
+        faults: where there are any, the targets may hold anything.
         rates: by place.
         notes: a line for each damage that nothing has to be refused for.
     """
 
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[ReadFault] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def extend(self, other: Reading) -> None:
+    def extend(self, other: ReadReport) -> None:
         """And what came of reading that."""
         self.faults += other.faults
         self.notes += other.notes
@@ -101,107 +92,18 @@ class Reading:
         self.rates.append(rate)
 
 
-class Source(Protocol):
-    """A state; the same on all ranks."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        ...
-
-    @property
-    def attempt(self) -> int:
-        """That wrote it."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Of a durable checkpoint; else empty."""
-        ...
-
-    @property
-    def state(self) -> Any:
-        """What training had given besides tensors."""
-        ...
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The resolved config of the run that kept it; empty where that is not known."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, SavedBlocks]:
-        """What it holds."""
-        ...
-
-    def distance(self, rank: int, holder: int) -> int:
-        """How far a holder is from a rank: 0 is memory of its host."""
-        ...
-
-    def check(self) -> Reading:
-        """Check this rank's share of what cannot be checked while it is read."""
-        ...
-
-    def check_beside(self) -> Reading:
-        """Check this rank's share of what nothing is restored from; what is wrong there is only noted."""
-        ...
-
-    def verify(self) -> Reading:
-        """Read and check this rank's share of all bytes, and keep none."""
-        ...
-
-    def read(self, wanted: Sequence[Part]) -> Reading:
-        """Fill the targets of `wanted`; if there are faults, some of them hold anything."""
-        ...
-
-
-class RemoteCopy(Protocol):
-    """A committed copy that another host holds."""
-
-    @property
-    def record(self) -> Record:
-        """Its record."""
-        ...
-
-    @property
-    def plan(self) -> ShardPlan:
-        """Its plan."""
-        ...
-
-    def chunks(self, numbers: Sequence[int]) -> Iterator[memoryview]:
-        """The chunks (of `CHUNK_BYTES`) of these numbers, in order, as they come; each holds until the next is taken.
-
-        Raises:
-            OSError: the connection is lost.
-        """
-        ...
-
-
-class RemoteCopies(Protocol):
-    """Reads what the keepers of other hosts hold."""
-
-    def open(self, host: Endpoint, snapshot: SnapshotId, rank: int) -> AbstractContextManager[RemoteCopy]:
-        """A copy on `host`; may be called from several threads.
-
-        Raises:
-            LookupError: it is not there any more. OSError: the host cannot be reached.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Restored:
     """A state that was taken back; the same on all ranks, but for `differences.missing`.
 
     Attributes:
-        step, attempt: of the state.
         state: what training had given besides tensors.
         source: ``memory`` where all came from keepers of the ranks' own hosts, ``peer`` where some came from another
             host's, ``durable`` where it came from durable storage.
         name: of the durable checkpoint; empty where it came from memory.
         seconds: in all, with looking and refusals.
         bytes_by_kind: what all ranks together took from each kind of source; with reading whole runs or archives,
-            and nothing twice that was given on within a group.
+            and nothing twice that was broadcast within a group.
         rates: by place.
         refusals: one line for each copy or checkpoint that was refused.
         differences: names on one side only.
@@ -241,14 +143,8 @@ _DIGEST_BYTES = 7  # what fits into a signed number of 64 bits
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the members of a group have in common.
-
-    Attributes:
-        copies: the group.
-        ranks: of its members.
-        names: of the tensors of which every member wants the same block.
-        device: where what is given to the others has to be.
-    """
+    """The tensors of which every member of the group `copies` wants the same block, and the device from which they can
+    be broadcast."""
 
     copies: Copies
     ranks: tuple[int, ...]
@@ -272,19 +168,32 @@ def agree(
     unsplit = [name for name in blocks if name in shards and not set(shards[name].axes) & set(copies.axes)]
     plain = [name for name in blocks if name not in shards and not isinstance(tensors[name], DTensor)]
     device = next((b.tensor.device for b in blocks.values() if b.tensor.device.type != "cpu"), torch.device("cpu"))
-    told = _exchange(copies, [rank, _digest(blocks, unsplit + plain), _digest(blocks, unsplit)], device)
-    alike = [len({one[place] for one in told}) == 1 for place in (1, 2)]
+    own = [rank, _digest(blocks, unsplit + plain), _digest(blocks, unsplit)]
+    rows: list[list[int]] = []
+    for member in range(copies.size):
+        value = torch.tensor(own, dtype=torch.int64, device=device)
+        copies.broadcast(value, member)
+        rows.append([int(number) for number in value.tolist()])
+    alike = [len({row[place] for row in rows}) == 1 for place in (1, 2)]
     names = unsplit + plain if alike[0] else unsplit if alike[1] else []
-    return Sharing(copies, tuple(one[0] for one in told), frozenset(names), device)
+    return Sharing(copies, tuple(row[0] for row in rows), frozenset(names), device)
 
 
-def readers(wanted: Sequence[Part], members: int, distance: Callable[[int, int], int]) -> list[int | None]:
+def _digest(blocks: Mapping[str, Block], names: Iterable[str]) -> int:
+    rows = []
+    for name in names:
+        tensor, shard = blocks[name].tensor, blocks[name].shard
+        # Where members lay a tensor out differently, they would disagree about which are broadcast by bucket.
+        kind = (str(tensor.dtype), tensor.device.type, tuple(tensor.stride()))
+        rows.append((name, shard.shape, shard.offsets, shard.sizes, kind))
+    return int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:_DIGEST_BYTES])
+
+
+def readers(wanted: Sequence[ReadItem], members: int, distance: Callable[[int, int], int]) -> list[int | None]:
     """Which member reads each of the parts that all want; None where each reads it from memory of its own host.
 
-    Of the members nearest to a part, the one with the least to read so far takes it; large parts are given out first.
-
-    Args:
-        distance: of a member to a holder; 0 is memory of its host.
+    Of the members nearest to a part (`distance` to its holder; 0 is memory of its host), the one with the least to read
+    so far takes it; large parts are assigned first.
     """
     loads = [0] * members
     chosen: list[int | None] = [None] * len(wanted)
@@ -299,31 +208,18 @@ def readers(wanted: Sequence[Part], members: int, distance: Callable[[int, int],
 
 
 def give(sharing: Sharing, read: Iterable[tuple[int, Tensor]]) -> None:
-    """Give every tensor from the member that read it to all others; called by all members with the same list.
-
-    Tensors that are large and in order go from place to place; others by a bucket of at most `BUCKET_BYTES`.
-
-    Args:
-        read: member and tensor.
-    """
-    in_order = sorted(((member, _flat(tensor, sharing.device)) for member, tensor in read), key=lambda pair: pair[0])
-    for member, group in groupby(in_order, key=lambda pair: pair[0]):
+    """Broadcast every tensor from the member that read it; called by all members with the same list of member and
+    tensor. Large tensors in order are sent as they are, others in a bucket of at most `BUCKET_BYTES`."""
+    for member, group in groupby(sorted(read, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
         loose: list[Tensor] = []
-        for _, (tensor, direct) in group:
-            if direct:
-                sharing.copies.broadcast(tensor, member)
+        for _, tensor in group:
+            large = tensor.numel() * tensor.element_size() >= BUCKET_BYTES // 16
+            if large and tensor.is_contiguous() and tensor.device == sharing.device:
+                sharing.copies.broadcast(_bytes(tensor), member)
             else:
                 loose.append(tensor)
         for bucket in _buckets(loose):
             _give_bucket(sharing, member, bucket)
-
-
-def _flat(tensor: Tensor, device: torch.device) -> tuple[Tensor, bool]:
-    """The bytes of a tensor and True where they can be sent as they are, else the tensor and False."""
-    large = tensor.numel() * tensor.element_size() >= BUCKET_BYTES // 16
-    if large and tensor.is_contiguous() and tensor.device == device:
-        return _bytes(tensor), True
-    return tensor, False
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -372,22 +268,3 @@ def _give_bucket(sharing: Sharing, member: int, tensors: list[Tensor]) -> None:
         for place, tensor in places:
             # The bytes may lie where numbers of this dtype must not begin, so they are taken out first.
             tensor.copy_(place.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _exchange(copies: Copies, own: list[int], device: torch.device) -> list[list[int]]:
-    told = []
-    for member in range(copies.size):
-        value = torch.tensor(own, dtype=torch.int64, device=device)
-        copies.broadcast(value, member)
-        told.append([int(number) for number in value.tolist()])
-    return told
-
-
-def _digest(blocks: Mapping[str, Block], names: Iterable[str]) -> int:
-    rows = [(n, blocks[n].shard.shape, blocks[n].shard.offsets, blocks[n].shard.sizes, _kind(blocks[n])) for n in names]
-    return int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:_DIGEST_BYTES])
-
-
-def _kind(block: Block) -> tuple[str, str, tuple[int, ...]]:
-    # Where members lay a tensor out differently, they would disagree about which go by bucket.
-    return str(block.tensor.dtype), block.tensor.device.type, tuple(block.tensor.stride())

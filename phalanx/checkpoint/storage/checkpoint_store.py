@@ -8,27 +8,25 @@ Which checkpoint is the latest, and which attempt may write, is the business of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 from typing_extensions import Buffer
 
-from phalanx.checkpoint.format.checkpoint_files import Files, Span
+from phalanx.checkpoint.format.checkpoint_files import Files
 from phalanx.checkpoint.format.manifest import FileEntry
 from phalanx.checkpoint.storage.folder import checkpoint_name
 
 QUARANTINES = ("stale", "sick")
 """Why a checkpoint may be kept aside, the beginning of its name then."""
 
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
-_NONCE = re.compile(r"[A-Za-z0-9]+")
+# Attempt and nonce keep two writers of one step apart where a store has no rename: each has an area of its own, and the
+# published one keeps that name.
 _NAME = re.compile(r"step-(\d{8,})(?:\.a(\d+)-([A-Za-z0-9]+))?")
 
 
 class Parsed(NamedTuple):
-    """What the name of a checkpoint says; attempt 0 and no nonce where it says only the step."""
+    """The parts of a checkpoint's name; attempt 0 and no nonce where it has only the step."""
 
     step: int
     attempt: int = 0
@@ -36,73 +34,52 @@ class Parsed(NamedTuple):
 
 
 def parse(name: str) -> Parsed | None:
-    """What `name` says; None if it is not a checkpoint's."""
+    """The parts of `name`; None if it is not a checkpoint's."""
     match = _NAME.fullmatch(name)
+    # A step has one name alone: `step-000000012`, with a digit too many, would be a second checkpoint of step 12.
     if match is None or not name.startswith(checkpoint_name(int(match[1]))):
         return None
     return Parsed(int(match[1]), int(match[2] or 0), match[3] or "")
 
 
 def step_of(name: str) -> int:
-    """The step that the name of a checkpoint says.
-
-    Raises:
-        ValueError: it is not a checkpoint's name.
-    """
+    """The step in the name of a checkpoint; ValueError: it is not one."""
     parsed = parse(name)
     if parsed is None:
-        raise ValueError(f"{name!r} is no name of a checkpoint")
+        raise ValueError(f"{name!r} is not the name of a checkpoint")
     return parsed.step
 
 
 def full_name(step: int, attempt: int, nonce: str) -> str:
-    """``step-00000012.a3-1f…``.
-
-    Raises:
-        ValueError: `nonce` is not made of letters and digits.
-    """
-    if not _NONCE.fullmatch(nonce):
+    """``step-00000012.a3-1f…``; ValueError: `nonce` is not made of letters and digits."""
+    if not re.fullmatch("[A-Za-z0-9]+", nonce):
         raise ValueError(f"nonce = {nonce!r}: must be letters and digits only")
     return f"{checkpoint_name(step)}.a{attempt}-{nonce}"
 
 
 def quarantine_name(why: str, name: str) -> str:
-    """``stale-step-00000012.a3-1f…``.
-
-    Raises:
-        ValueError: `why` is none of `QUARANTINES`.
-    """
+    """``stale-step-00000012.a3-1f…``; ValueError: `why` is not in `QUARANTINES`."""
     if why not in QUARANTINES:
         raise ValueError(f"why = {why!r}: must be one of {', '.join(QUARANTINES)}")
     return f"{why}-{name}"
 
 
 def quarantined(name: str) -> Parsed | None:
-    """What the name of a checkpoint that is kept aside says; None if it is none."""
+    """The parts of the name of a quarantined checkpoint; None if it is not one."""
     why, _, rest = name.partition("-")
     return parse(rest) if why in QUARANTINES else None
 
 
 def newest_first(names: list[str]) -> list[str]:
     """Names of checkpoints, kept aside or not, by step and attempt; others are left out."""
+    # By numbers, not by text: as text step 100,000,000, of nine digits, comes before step 99,999,999.
     parsed = {name: parse(name) or quarantined(name) for name in names}
-    found = [(said, name) for name, said in parsed.items() if said is not None]
+    found = [(place, name) for name, place in parsed.items() if place is not None]
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def plain(file: str) -> str:
-    """`file`, if it can be the name of a file.
-
-    Raises:
-        ValueError: it is a path, hidden by dots, or worse.
-    """
-    if not _PLAIN.fullmatch(file) or file in (".", ".."):
-        raise ValueError(f"{file!r} is no plain file name")
-    return file
-
-
 KEY_MOST_BYTES = 1 << 20
-"""Of a small file beside the checkpoints; an entry of the pointer has about 300 bytes, what failed a few lines."""
+"""The largest small file beside the checkpoints; an entry of the pointer has about 300 bytes, a failure a few lines."""
 
 
 class SupersededError(RuntimeError):
@@ -115,60 +92,27 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """For people, and to open it again."""
-        ...
 
     def names(self) -> list[str]:
         """Names of checkpoints that are published, whole or damaged, newest (largest step) first."""
-        ...
 
     def quarantined(self) -> list[str]:
         """Names of those that are kept aside (see `quarantine`), newest first."""
-        ...
 
-    def identity(self, name: str) -> str:
-        """Tells a checkpoint from another that later bears its name; empty if there is none."""
-        ...
+    def at(self, name: str) -> Files:
+        """The files of a checkpoint, one kept aside, or an area; whether it is there or not."""
 
     def files(self, name: str) -> list[str]:
         """Names of the files of a checkpoint or an area; empty if there is none."""
-        ...
-
-    def sizes(self, name: str) -> Mapping[str, int]:
-        """Names of the files that lie in a checkpoint or an area, and their lengths, from one listing."""
-        ...
-
-    def read(self, name: str, file: str) -> bytes:
-        """A small file of a checkpoint or an area; FileNotFoundError if it is not there, OddFileError if it is not a
-        file or larger than it can be (`phalanx.checkpoint.format.checkpoint_files.most_bytes`)."""
-        ...
-
-    def open(self, name: str, file: str) -> BinaryIO:
-        """A file of a checkpoint for reading anywhere in it (`seek`, `readinto`)."""
-        ...
-
-    def size_bytes(self, name: str, file: str) -> int:
-        """Length of a file; FileNotFoundError if it is not there."""
-        ...
-
-    def ahead(self, name: str, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
-        """The files of a checkpoint or an area, see `phalanx.checkpoint.format.checkpoint_files.Files.ahead`."""
-        ...
 
     def begin(self, step: int, attempt: int, nonce: str) -> str:
         """The publisher makes the area of a checkpoint, and holds it until it is published or discarded."""
-        ...
 
     def join(self, step: int, attempt: int, nonce: str, timeout_s: float) -> str:
-        """Other writers wait for that area to be there.
-
-        Raises:
-            TimeoutError: it is not.
-        """
-        ...
+        """Other writers wait for that area to be there; TimeoutError: it is not."""
 
     def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
         """Write a file into an area; when this returns it is durable. Its size and SHA-256 are taken on the way."""
-        ...
 
     def publish(self, area: str, step: int) -> str:
         """Make an area a checkpoint, durably, all at once; returns its name. One of the same name is replaced.
@@ -179,78 +123,30 @@ class Store(Protocol):
         Raises:
             ValueError: the area was not begun here. OSError: it lacks one of the two files, or storage refuses.
         """
-        ...
 
     def discard(self, area: str) -> None:
-        """Remove an area and let go of it."""
-        ...
+        """Remove an area, and release it."""
 
     def quarantine(self, area: str, why: str) -> str:
         """Instead of publishing: keep an area under a name that is not a checkpoint's (``stale-…``, ``sick-…``)."""
-        ...
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint; killed half way, no part of it bears its name."""
-        ...
 
     def clean(self, attempt: int) -> None:
         """Remove what dead writers of earlier attempts have left."""
-        ...
 
+    # What follows is for `storage.latest`, which needs no more than that one of several writers wins.
     def create(self, key: str, content: bytes) -> bool:
         """Make a small file beside the checkpoints, durably, only if there is none of this name: whether it was made.
-
-        This is the one conditional operation that all storage has (link(2); ``If-None-Match: *``), and the only one
-        that is needed.
-        """
-        ...
+        This is the one conditional operation that all storage has (link(2); ``If-None-Match: *``)."""
 
     def keys(self, prefix: str) -> list[str]:
         """Names of the small files that begin with `prefix`, and of whatever else bears such a name."""
-        ...
 
     def get(self, key: str) -> bytes:
         """One of them; FileNotFoundError if nothing is there, OddFileError if it is not a file, or larger than
         `KEY_MOST_BYTES`."""
-        ...
 
     def remove(self, key: str) -> None:
         """Remove one of them, if it is there."""
-        ...
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A checkpoint in a store, as `phalanx.checkpoint.format.checkpoint_files.Files`."""
-
-    store: Store
-    name: str
-
-    @property
-    def url(self) -> str:
-        """Where it lies, for people."""
-        return f"{self.store.url}/{self.name}"
-
-    def identity(self) -> str:
-        """See `Store`."""
-        return self.store.identity(self.name)
-
-    def read(self, file: str) -> bytes:
-        """See `Store`."""
-        return self.store.read(self.name, file)
-
-    def open(self, file: str) -> BinaryIO:
-        """See `Store`."""
-        return self.store.open(self.name, file)
-
-    def size_bytes(self, file: str) -> int:
-        """See `Store`."""
-        return self.store.size_bytes(self.name, file)
-
-    def sizes(self) -> Mapping[str, int]:
-        """See `Store`."""
-        return self.store.sizes(self.name)
-
-    def ahead(self, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
-        """See `Store`."""
-        return self.store.ahead(self.name, spans, sizes)

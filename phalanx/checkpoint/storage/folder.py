@@ -24,23 +24,21 @@ import logging
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.errors import UserError
 from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.files import fsync_folder
 
 _log = logging.getLogger(__name__)
 
 _FINAL = re.compile(r"step-(\d{8,})")
-_WRITING = ".writing-"
-_DELETING = ".deleting-"
-_ODD = "odd-"
+WRITING = ".writing-"
 CREATING = ".creating-"
+_DELETING = ".deleting-"
 _LOCK = ".lock"
 _REPLACED = ".replaced"
 _AT_FDCWD = -100  # <fcntl.h>
@@ -72,40 +70,6 @@ def candidates(folder: Path) -> list[Candidate]:
     return sorted(found, reverse=True)
 
 
-def locate(path: Path) -> list[Path]:
-    """The checkpoints meant by `path`, newest first: a checkpoint itself, a run folder, or a folder of checkpoints.
-
-    Raises:
-        UserError: there is none.
-    """
-    if _FINAL.fullmatch(path.absolute().name) and path.is_dir():
-        return [path]
-    found = candidates(path / "checkpoints") or candidates(path)
-    if not found:
-        problem = "there is no checkpoint here" if path.exists() else "there is no such folder"
-        raise UserError(problem, cure="give a run folder or the folder of one checkpoint", value=str(path))
-    return [candidate.path for candidate in found]
-
-
-@contextmanager
-def writing(folder: Path, step: int) -> Iterator[Path]:
-    """Yield an empty folder in which to write the checkpoint of `step`; what is still there at the end is removed.
-
-    The caller moves it to its final name with `publish`.
-    """
-    aside, lock = _claim(folder, step)
-    try:
-        aside.mkdir()
-        yield aside
-    finally:
-        release(aside, lock)
-
-
-def area_path(folder: Path, step: int, suffix: str) -> Path:
-    """Where the checkpoint of `step` is written; `suffix`, without ``-``, tells it from others of the same step."""
-    return folder / f"{_WRITING}{checkpoint_name(step)}-{suffix}"
-
-
 def hold(aside: Path) -> int:
     """Take the lock of the folder `aside`, which is yet to be made; what a killed writer left of it is removed.
 
@@ -116,17 +80,25 @@ def hold(aside: Path) -> int:
         FileExistsError: a living writer holds it (or it cannot be known, where the file system has no locks).
     """
     lock = Path(f"{aside}{_LOCK}")
+    was_ours = False
     for _ in range(_TRIES):
         _clean_writing(aside)
-        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            if not was_ours:
+                raise
+            time.sleep(0.001)  # whoever took our new file for a leftover is about to remove it
+            continue
         if try_lock(descriptor) is not False and lock.exists():
             return descriptor
         os.close(descriptor)
-    raise _never_locked(lock)
+        was_ours = True
+    raise OSError(errno.EAGAIN, f"other processes took it for a leftover, {_TRIES} times", str(lock))
 
 
 def release(aside: Path, lock: int) -> None:
-    """Remove what is still at `aside`, or there in its place, and let go of the lock."""
+    """Remove what is still at `aside`, or there in its place, and release the lock."""
     _recover(aside)
     Path(f"{aside}{_LOCK}").unlink(missing_ok=True)
     os.close(lock)
@@ -134,7 +106,7 @@ def release(aside: Path, lock: int) -> None:
 
 def published_path(aside: Path) -> Path:
     """The final place of what is written at `aside`."""
-    return aside.parent / aside.name.removeprefix(_WRITING).rpartition("-")[0]
+    return aside.parent / aside.name.removeprefix(WRITING).rpartition("-")[0]
 
 
 def publish(aside: Path, points: Points = NO_POINTS) -> Path:
@@ -142,7 +114,7 @@ def publish(aside: Path, points: Points = NO_POINTS) -> Path:
 
     A checkpoint of the same step changes names with it in one call of the system, so that one of the two is there at
     every moment. File systems that cannot do that (NFS) need two renames: between them neither is there, and should
-    this process die there, `clean` puts the former one back. What bears the name and is no folder is moved aside.
+    this process die there, `clean` puts the former one back. What bears the name and is not a folder is moved aside.
     """
     final = published_path(aside)
     fsync_folder(aside)
@@ -182,13 +154,18 @@ def clean(folder: Path) -> None:
     Does nothing to folders that a living process writes, and nothing where this process may not write.
     """
     try:
-        names = sorted(path.name for path in folder.iterdir() if path.name.startswith((_WRITING, _DELETING, CREATING)))
+        names = sorted(path.name for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING, CREATING)))
     except OSError:
         return
     for path in {folder / name.removesuffix(_LOCK).removesuffix(_REPLACED) for name in names}:
         with suppress(OSError):  # what cannot be cleared up hinders no other
             if path.name.startswith(CREATING):
-                _clean_file(path)
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if try_lock(descriptor) is True:
+                        path.unlink(missing_ok=True)
+                finally:
+                    os.close(descriptor)
             elif path.name.startswith(_DELETING):
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -204,33 +181,14 @@ def delete(path: Path, points: Points = NO_POINTS) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _claim(folder: Path, step: int) -> tuple[Path, int]:
-    """A fresh name for writing and the held descriptor of its lock.
-
-    Between creating the lock file and taking the lock, another process may judge it a leftover; then take a new name.
-    """
-    for _ in range(_TRIES):
-        aside = folder / f"{_WRITING}{checkpoint_name(step)}-{uuid.uuid4().hex[:12]}"
-        lock = Path(f"{aside}{_LOCK}")
-        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        if try_lock(descriptor) is not False and lock.exists():
-            return aside, descriptor
-        os.close(descriptor)
-    raise _never_locked(lock)
-
-
 def _make_way(final: Path) -> None:
     """Move what is not a folder (a link, even to one) out of the way of a checkpoint; a person may need it."""
     if not os.path.lexists(final) or (final.is_dir() and not final.is_symlink()):
         return
-    aside = final.with_name(f"{_ODD}{final.name}-{uuid.uuid4().hex[:12]}")
+    aside = final.with_name(f"odd-{final.name}-{uuid.uuid4().hex[:12]}")
     with suppress(FileNotFoundError):  # another process was faster
         final.rename(aside)
         _log.warning("%s was no folder, and in the way of a checkpoint: it is kept as %s", final, aside.name)
-
-
-def _never_locked(lock: Path) -> OSError:
-    return OSError(errno.EAGAIN, f"other processes took it for a leftover, {_TRIES} times", str(lock))
 
 
 def try_lock(descriptor: int) -> bool | None:
@@ -260,16 +218,6 @@ def _clean_writing(aside: Path) -> None:
         os.close(descriptor)
 
 
-def _clean_file(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if try_lock(descriptor) is True:
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
-
-
 def _recover(aside: Path) -> None:
     """Remove `aside`; put back the checkpoint it was to replace if nothing took its place, else remove that too."""
     replaced = Path(f"{aside}{_REPLACED}")
@@ -281,7 +229,7 @@ def _recover(aside: Path) -> None:
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Let two folders change names in one step (Linux ``renameat2(2)``); say whether it was done."""
+    """Let two folders change names in one step (Linux ``renameat2(2)``); whether it was done."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):  # another system, or a C library older than glibc 2.28
@@ -291,7 +239,7 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def _rename_to_free(source: Path, target: Path) -> bool:
-    """Rename a folder unless something lies at `target` (or `source` has gone); say whether it was done."""
+    """Rename a folder unless something lies at `target` (or `source` has gone); whether it was done."""
     try:
         source.rename(target)
     except OSError as error:

@@ -15,19 +15,19 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any
 
 from typing_extensions import Buffer
 
-from phalanx.checkpoint.format.checkpoint_files import Files, FolderFiles, Span
-from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
+from phalanx.checkpoint.format.checkpoint_files import FolderFiles
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry, plain
 from phalanx.checkpoint.storage import checkpoint_store
 from phalanx.checkpoint.storage import folder as folders
-from phalanx.checkpoint.storage.checkpoint_store import KEY_MOST_BYTES, Stored, SupersededError
+from phalanx.checkpoint.storage.checkpoint_store import KEY_MOST_BYTES, SupersededError
 from phalanx.checkpoint.storage.latest import read_latest, require_charge
 from phalanx.core.errors import UserError
 from phalanx.core.fault_points import NO_POINTS, Points
@@ -37,17 +37,10 @@ BUFFER_BYTES = 4 << 20
 _BUFFERS = 2
 _BLOCK_BYTES = 4096  # no file system wants more of addresses, offsets and lengths
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # said by file systems that take the flag and then refuse the write
+_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # from file systems that take the flag and then refuse the write
 
 
-class Digest(Protocol):
-    """What `hashlib.sha256()` returns."""
-
-    def update(self, data: Buffer, /) -> None:
-        """`data` comes next."""
-
-
-def write_whole(descriptor: int, content: Iterable[Buffer], digest: Digest | None = None) -> None:
+def write_whole(descriptor: int, content: Iterable[Buffer], digest: Any = None) -> None:
     """Write all of `content` to an empty file, from its start, and make it durable.
 
     What does not fill `BUFFER_BYTES` goes through the page cache, and so does everything where the file system cannot
@@ -55,7 +48,7 @@ def write_whole(descriptor: int, content: Iterable[Buffer], digest: Digest | Non
     thread of its own, since a disk may be as fast as a core sums.
 
     Args:
-        digest: is given all that is written; None: nothing is.
+        digest: of `hashlib`, updated with all that is written.
 
     Raises:
         OSError: storage refuses.
@@ -72,9 +65,7 @@ def write_whole(descriptor: int, content: Iterable[Buffer], digest: Digest | Non
 
 
 class _Writer:
-    def __init__(
-        self, descriptor: int, writing: ThreadPoolExecutor, summing: ThreadPoolExecutor, digest: Digest | None
-    ) -> None:
+    def __init__(self, descriptor: int, writing: ThreadPoolExecutor, summing: ThreadPoolExecutor, digest: Any) -> None:
         self._descriptor, self._writing, self._summing, self._digest = descriptor, writing, summing, digest
         self._buffer: mmap.mmap | None = None  # page-aligned, as O_DIRECT wants it
         self._filled = 0
@@ -82,7 +73,6 @@ class _Writer:
         self._full: deque[tuple[mmap.mmap, list[Future[None]]]] = deque()
 
     def add(self, data: memoryview) -> None:
-        """`data` comes next."""
         while data:
             buffer = self._filling()
             part = data[: BUFFER_BYTES - self._filled]
@@ -90,10 +80,13 @@ class _Writer:
             self._filled += part.nbytes
             data = data[part.nbytes :]
             if self._filled == BUFFER_BYTES:
-                self._hand_over(buffer)
+                asked = [self._writing.submit(self._write, buffer)]
+                if self._digest is not None:
+                    asked.append(self._summing.submit(self._digest.update, buffer))
+                self._full.append((buffer, asked))
+                self._buffer, self._filled = None, 0
 
     def finish(self) -> None:
-        """That was all."""
         while self._full:
             self._emptied()
         if self._filled:
@@ -104,24 +97,19 @@ class _Writer:
         os.fsync(self._descriptor)
 
     def _filling(self) -> mmap.mmap:
-        """The buffer that is filled: a new one, or that which was handed over first, once it is done with."""
+        """The buffer that is filled: a new one, or the one that was handed over first, once it is done with."""
         if self._buffer is None:
             self._buffer = mmap.mmap(-1, BUFFER_BYTES) if len(self._full) < _BUFFERS else self._emptied()
         return self._buffer
-
-    def _hand_over(self, full: mmap.mmap) -> None:
-        """Have it written and summed, in order, and go on with another one."""
-        asked = [self._writing.submit(self._write, full)]
-        if self._digest is not None:
-            asked.append(self._summing.submit(self._digest.update, full))
-        self._full.append((full, asked))
-        self._buffer, self._filled = None, 0
 
     def _write(self, full: mmap.mmap) -> None:
         if self._is_refused:
             return  # what came before this is missing
         try:
-            _write_full(self._descriptor, full)
+            with memoryview(full) as view:
+                done = _write_direct(self._descriptor, view)
+                with view[done:] as rest:
+                    _write_all(self._descriptor, rest)
         except BaseException:
             self._is_refused = True
             raise
@@ -133,16 +121,9 @@ class _Writer:
         return buffer
 
 
-def _write_full(descriptor: int, buffer: mmap.mmap) -> None:
-    """Past the cache if the file lies on a block boundary, as it does until a write was cut short."""
-    with memoryview(buffer) as view:
-        done = _write_direct(descriptor, view)
-        with view[done:] as rest:
-            _write_all(descriptor, rest)
-
-
 def _write_direct(descriptor: int, view: memoryview) -> int:
-    """How much of it could be written so; 0 where the file system cannot."""
+    """How much could be written past the cache: 0 where the file system cannot, or after a write that was cut short,
+    since the file does not end on a block boundary then."""
     if not _DIRECT or os.lseek(descriptor, 0, os.SEEK_CUR) % _BLOCK_BYTES or not _set_direct(descriptor, wanted=True):
         return 0
     try:
@@ -181,11 +162,8 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 class LocalStore:
     """A `Store` in the folder at `path`, which is made when something is written.
 
-    Areas are folders ``.writing-step-…`` beside the checkpoints; only the publisher, who has begun one, holds its lock.
-
-    Args:
-        path: the folder of the run's checkpoints.
-        points: those of `phalanx.checkpoint.storage.folder`, where tests inject faults.
+    Areas are folders ``.writing-step-…`` beside the checkpoints; only the publisher, which has begun one, holds its
+    lock. `points` are those of `phalanx.checkpoint.storage.folder`, where tests inject faults.
     """
 
     def __init__(self, path: Path, points: Points = NO_POINTS) -> None:
@@ -209,40 +187,16 @@ class LocalStore:
             found = [entry.name for entry in os.scandir(self.path) if entry.is_dir()]
         return checkpoint_store.newest_first([name for name in found if checkpoint_store.quarantined(name)])
 
-    def identity(self, name: str) -> str:
+    def at(self, name: str) -> FolderFiles:
         """See `Store`."""
-        return self._of(name).identity()
+        return FolderFiles(self.path / plain(name))
 
     def files(self, name: str) -> list[str]:
         """See `Store`."""
-        return sorted(self.sizes(name))
-
-    def sizes(self, name: str) -> Mapping[str, int]:
-        """See `Store`."""
-        return self._of(name).sizes()
-
-    def read(self, name: str, file: str) -> bytes:
-        """See `Store`."""
-        return self._of(name).read(checkpoint_store.plain(file))
-
-    def open(self, name: str, file: str) -> BinaryIO:
-        """See `Store`."""
-        return self._of(name).open(checkpoint_store.plain(file))
-
-    def size_bytes(self, name: str, file: str) -> int:
-        """See `Store`. IsADirectoryError: what is there is no file."""
-        return self._of(name).size_bytes(checkpoint_store.plain(file))
-
-    def ahead(self, name: str, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
-        """See `Store`. The kernel reads ahead."""
-        return nullcontext(Stored(self, name))
+        return sorted(self.at(name).sizes())
 
     def begin(self, step: int, attempt: int, nonce: str) -> str:
-        """See `Store`.
-
-        Raises:
-            FileExistsError: it has been begun already, by a process that lives.
-        """
+        """See `Store`. FileExistsError: a living process has begun it already."""
         aside = self._area(step, attempt, nonce)
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks[aside.name] = folders.hold(aside)
@@ -267,20 +221,20 @@ class LocalStore:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
-        """See `Store`. The file has its name only when it is whole and durable: a publisher may be waiting for it, who
-        reads it and renames the folder at once."""
-        path = self._file(area, file)
+        """See `Store`. The file has its name only when it is whole and durable: a waiting publisher reads it and
+        renames the folder at once."""
+        path = self.path / plain(area) / plain(file)
         with _naming(path), _folder_of(path) as folder:
             half_made = f".{file}.{uuid.uuid4().hex[:12]}"
             try:
-                entry = _write(half_made, folder, content)
+                size_bytes, sha256 = _write(half_made, folder, content)
                 os.replace(half_made, file, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(half_made, dir_fd=folder)
                 raise
             os.fsync(folder)
-        return entry.model_copy(update={"name": file})
+        return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=sha256)
 
     def publish(self, area: str, step: int) -> str:
         """See `Store`.
@@ -293,7 +247,7 @@ class LocalStore:
         if folders.published_path(aside).name != folders.checkpoint_name(step):
             raise ValueError(f"{area} is not an area of step {step}")
         for file in (MANIFEST, SUMS):
-            self.size_bytes(area, file)
+            self.at(area).size_bytes(file)
         final = folders.publish(aside, self._points)
         try:
             require_charge(read_latest(self), _attempt_and_nonce(area)[0])
@@ -322,19 +276,15 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """See `Store`."""
-        folders.delete(self.path / checkpoint_store.plain(name), self._points)
+        folders.delete(self.path / plain(name), self._points)
 
     def clean(self, attempt: int) -> None:
-        """See `Store`. A lock tells the dead from the living, of whatever attempt they are."""
+        """See `Store`. Locks distinguish dead writers from living ones, of whatever attempt."""
         folders.clean(self.path)
 
     def create(self, key: str, content: bytes) -> bool:
-        """See `Store`.
-
-        Raises:
-            UserError: the file system has no hard links.
-        """
-        path = self.path / checkpoint_store.plain(key)
+        """See `Store`. UserError: the file system has no hard links."""
+        path = self.path / plain(key)
         self.path.mkdir(parents=True, exist_ok=True)
         with _naming(path):
             for _ in range(_TRIES):
@@ -352,11 +302,11 @@ class LocalStore:
 
     def get(self, key: str) -> bytes:
         """See `Store`."""
-        return read_regular(self.path / checkpoint_store.plain(key), KEY_MOST_BYTES)
+        return read_regular(self.path / plain(key), KEY_MOST_BYTES)
 
     def remove(self, key: str) -> None:
         """See `Store`."""
-        (self.path / checkpoint_store.plain(key)).unlink(missing_ok=True)
+        (self.path / plain(key)).unlink(missing_ok=True)
 
     def _create(self, path: Path, content: bytes) -> bool | None:
         """None: a cleaner in another process took the half made file for a leftover before it was locked."""
@@ -382,15 +332,9 @@ class LocalStore:
             os.close(descriptor)
         return True
 
-    def _of(self, name: str) -> FolderFiles:
-        return FolderFiles(self.path / checkpoint_store.plain(name))
-
-    def _file(self, name: str, file: str) -> Path:
-        return self.path / checkpoint_store.plain(name) / checkpoint_store.plain(file)
-
     def _area(self, step: int, attempt: int, nonce: str) -> Path:
         checkpoint_store.full_name(step, attempt, nonce)  # refuses a nonce that cannot be part of a name
-        return folders.area_path(self.path, step, f"a{attempt}.{nonce}")
+        return self.path / f"{folders.WRITING}{folders.checkpoint_name(step)}-a{attempt}.{nonce}"
 
     def _held(self, area: str) -> Path:
         if area not in self._locks:
@@ -414,7 +358,8 @@ def _folder_of(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _write(file: str, folder: int, content: Iterable[Buffer]) -> FileEntry:
+def _write(file: str, folder: int, content: Iterable[Buffer]) -> tuple[int, str]:
+    """Size and SHA-256 of what was written."""
     digest, size_bytes = hashlib.sha256(), 0
 
     def counted() -> Iterator[Buffer]:
@@ -428,7 +373,7 @@ def _write(file: str, folder: int, content: Iterable[Buffer]) -> FileEntry:
         write_whole(descriptor, counted(), digest)
     finally:
         os.close(descriptor)
-    return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=digest.hexdigest())
+    return size_bytes, digest.hexdigest()
 
 
 def _attempt_and_nonce(area: str) -> tuple[int, str]:

@@ -2,22 +2,21 @@
 
 The pointer is a row of small files, ``latest-00000001.json``, ``latest-00000002.json`` …, each made by exclusive
 creation (`Store.create`) with the number after the highest there is; the highest counts. So writers change it one after
-another, whoever they are, on every storage that has this one conditional operation:
+another, on every storage that has this one conditional operation:
 
 - An attempt begins by *claiming*: it appends an entry with its own, higher number; what the entry points to is kept.
 - Its publisher *advances* the pointer when a checkpoint is there. If it finds an entry of a higher attempt instead, it
-  is a leftover itself, and is told so.
+  is a leftover itself (`SupersededError`).
 
 An entry names the one before it by that one's `mark`. That way a writer that was asleep between looking and writing,
-while others wrote and cleared up, sees that its entry went into a gap and counts for nothing.
+while others wrote and cleared up, sees that its entry went into a gap and does not count.
 
-A restore tries the checkpoints of a store in the order that follows from it (`in_order`).
+A restore tries the checkpoints of a store in the order that follows from it (`RestoreOrder`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import secrets
@@ -25,24 +24,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from phalanx.checkpoint.format.checkpoint_files import json_sum, summed_json
 from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError, step_of
 from phalanx.core.errors import UserError
 from phalanx.core.files import OddFileError, StoreFailedError
 
 _PREFIX = "latest-"
 _KEY = re.compile(r"latest-([0-9]{8,})\.json")
-_KEPT = 16
-"""Entries that stay; more than others can append while one writer looks whether its own is in the row."""
-
-_LOOKS = 1000
-"""Of one writer while others append, and come before it each time."""
-
+_KEPT = 16  # entries that stay: more than others can append while one writer looks whether its own is in the row
+_LOOKS = 1000  # of one writer while others append, and come before it each time
+# Looks that show the same entry that counts although nothing can be appended after it: with the pauses between, 10 s,
+# which is more than a listing lags behind (NFS: 3 s).
 _STILL_LOOKS = 16
-"""That show the same entry that counts although nothing can be appended after it: with the pauses between, 10 s, which
-is more than a listing lags behind (NFS: 3 s)."""
-
-_PAUSES_S = (0.01, 1.0)
-"""After the first of them, doubled from then on, and the longest."""
+_PAUSES_S = (0.01, 1.0)  # after the first of them, doubled from then on, and the longest
 
 Pause = Callable[[float], None]
 
@@ -55,8 +49,7 @@ class Latest:
         number: its place in the row.
         attempt: which attempt is in charge.
         step, name: of the latest checkpoint; -1 and empty while there is none.
-        manifest_sha256: of its ``manifest.json``.
-        mark: random; tells this entry from any other.
+        mark: random; distinguishes this entry from any other.
         after: the mark of the entry before.
     """
 
@@ -70,23 +63,18 @@ class Latest:
 
     def to_bytes(self) -> bytes:
         """As JSON with a checksum of itself."""
-        tree = asdict(self)
-        return json.dumps(tree | {"sha256": _sum(tree)}, indent=1).encode() + b"\n"
+        return summed_json(asdict(self))
 
     @staticmethod
     def from_bytes(content: bytes, number: int) -> Latest:
-        """The entry of that number that `to_bytes` wrote.
-
-        Raises:
-            ValueError: it is damaged, or no entry.
-        """
+        """The entry of that number that `to_bytes` wrote; ValueError: it is damaged, or not an entry."""
         try:
             tree = json.loads(content)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(tree, dict):
             raise ValueError("it is no JSON object")
-        if tree.pop("sha256", None) != _sum(tree):
+        if tree.pop("sha256", None) != json_sum(tree):
             raise ValueError("it does not match its checksum")
         try:
             entry = Latest(**tree)
@@ -98,15 +86,12 @@ class Latest:
 
 
 def ignore(line: str) -> None:
-    """For the default of a parameter: what is reported is not wanted."""
+    """The default of `report`."""
 
 
 def read_latest(store: Store, report: Callable[[str], None] = ignore) -> Latest | None:
-    """The entry that counts, or None where there is none that can be read.
-
-    Args:
-        store: where to look.
-        report: is called with one line for each newer entry that cannot be read.
+    """The entry that counts, or None where there is none that can be read; `report` gets a line for each newer entry
+    that cannot be read.
 
     Raises:
         OSError: storage refuses to list the entries; StoreFailedError: an object store does not give one.
@@ -115,16 +100,12 @@ def read_latest(store: Store, report: Callable[[str], None] = ignore) -> Latest 
 
 
 def claim(store: Store, at_least: int = 0, report: Callable[[str], None] = ignore, pause: Pause = time.sleep) -> int:
-    """Put a new attempt in charge.
+    """Put a new attempt in charge, and return its number, higher than all before; no other claim gets it.
 
     Args:
-        store: where the pointer is.
         at_least: the highest attempt that is known from elsewhere.
         report: as of `read_latest`.
         pause: waits so many seconds.
-
-    Returns:
-        The number of the new attempt, higher than all before; no other claim gets it.
 
     Raises:
         OSError: storage refuses. UserError: nothing can be appended, whatever lies there.
@@ -152,11 +133,7 @@ def advance(store: Store, attempt: int, step: int, name: str, manifest_sha256: s
 
 
 def require_charge(latest: Latest | None, attempt: int) -> None:
-    """Find out whether `attempt` may still write.
-
-    Raises:
-        SupersededError: a higher attempt is in charge.
-    """
+    """Raise SupersededError where a higher attempt is in charge, so that `attempt` must not write any more."""
     if latest is not None and latest.attempt > attempt:
         raise SupersededError(
             f"attempt {latest.attempt} is in charge (entry {latest.number} of the pointer), not attempt {attempt}"
@@ -164,7 +141,7 @@ def require_charge(latest: Latest | None, attempt: int) -> None:
 
 
 def superseded(error: Exception) -> UserError:
-    """What a person reads where a process finds out, by `error`, that it is a leftover."""
+    """The error for people where a process finds out, by `error`, that it is a leftover."""
     return UserError(
         f"a later attempt of this run has begun ({error}), so this one must not write checkpoints any more",
         cure="let the later one go on; if it is not there any more either, start the run again",
@@ -186,10 +163,11 @@ def _rows(store: Store, pause: Pause, report: Callable[[str], None] = ignore) ->
     still = 0
     for looks in range(_LOOKS):
         row = _look(store, ignore if looks else report, pause=pause)
-        # Not the highest number: that grows also by what this writer appends and cannot read back.
+        # Entries are compared, not the highest numbers: those grow also by what this writer appends and cannot read.
         still = still + 1 if looks and row.entry == seen else 0
         if still >= _STILL_LOOKS:
             break
+        # Nothing has changed since the last look: the listing may lag behind, so wait longer each time.
         if still:
             pause(_after(still))
         seen = row.entry
@@ -208,9 +186,12 @@ def _no_way(store: Store, number: int, why: str) -> UserError:
 
 
 def _look(store: Store, report: Callable[[str], None], *, forgive: bool = False, pause: Pause = time.sleep) -> _Row:
-    """Where an entry cannot be read because storage fails, rather than because it is damaged, a writer must not go on:
-    it might be that of a higher attempt. A reader may (`forgive`) where it lies on a disk; an object store that fails
-    now may answer later, and the entry before is that of an older checkpoint."""
+    """The newest entry that can be read.
+
+    Where an entry cannot be read because storage fails, rather than because it is damaged, a writer must not go on: it
+    might be that of a higher attempt. A reader may (`forgive`) where it lies on a disk; an object store that fails now
+    may answer later, and the entry before is that of an older checkpoint.
+    """
     number = 0
     for looks in range(_STILL_LOOKS):
         if looks:
@@ -239,6 +220,7 @@ def _look(store: Store, report: Callable[[str], None], *, forgive: bool = False,
 
 def _append(store: Store, row: _Row, attempt: int, target: tuple[int, str, str]) -> bool:
     """Append an entry after the row that was seen; False: another one was faster, so look again."""
+    # The mark of the entry before shows, after a gap, whether this one was appended to what its writer had seen.
     after = row.entry.mark if row.entry is not None else ""
     entry = Latest(row.highest + 1, attempt, *target, mark=secrets.token_hex(8), after=after)
     store.create(_key(entry.number), entry.to_bytes())
@@ -246,18 +228,16 @@ def _append(store: Store, row: _Row, attempt: int, target: tuple[int, str, str])
     if _read(store, entry.number) != entry:
         return False
     numbers = _numbers(store)
-    if not _is_in_row(store, entry, numbers):
+    following = None if entry.number == max(numbers, default=0) else _read(store, entry.number + 1)
+    if entry.number != max(numbers, default=0) and (following is None or following.after != entry.mark):
         store.remove(_key(entry.number))  # it went into a gap that clearing up had left
         return False
-    _clear_up(store, numbers)
+    # The oldest first, and never the newest, whose number would be used again.
+    for number in reversed(numbers):
+        if number <= numbers[0] - _KEPT:
+            with contextlib.suppress(OSError):
+                store.remove(_key(number))
     return True
-
-
-def _is_in_row(store: Store, entry: Latest, numbers: list[int]) -> bool:
-    if entry.number == max(numbers, default=0):
-        return True
-    following = _read(store, entry.number + 1)
-    return following is not None and following.after == entry.mark
 
 
 def _read(store: Store, number: int) -> Latest | None:
@@ -265,14 +245,6 @@ def _read(store: Store, number: int) -> Latest | None:
         return Latest.from_bytes(store.get(_key(number)), number)
     except (FileNotFoundError, OddFileError, ValueError):
         return None
-
-
-def _clear_up(store: Store, numbers: list[int]) -> None:
-    """Remove old entries, the oldest first; never the newest, whose number would be used again."""
-    for number in reversed(numbers):
-        if number <= numbers[0] - _KEPT:
-            with contextlib.suppress(OSError):
-                store.remove(_key(number))
 
 
 def _numbers(store: Store) -> list[int]:
@@ -286,30 +258,24 @@ def _key(number: int) -> str:
     return f"{_PREFIX}{number:08d}.json"
 
 
-def _sum(tree: object) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-
-
 class RestoreOrder:
     """The pointer's checkpoint, then older ones; all, where the pointer names none (or there is no pointer).
 
-    Args:
-        store: where they are.
-        report: is called with one line, once, for what is passed over without being tried.
+    `report` is called with one line, once, for what is passed over without being tried.
     """
 
     def __init__(self, store: Store, report: Callable[[str], None]) -> None:
         self._store, self._report = store, report
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def names(self) -> list[tuple[str, str]]:
         """Name, and what the checksum of the manifest has to be where that is known; as things stand now."""
-        latest = read_latest(self._store, self._tell)
+        latest = read_latest(self._store, self._report_once)
         names = self._store.names()
         if latest is None or not latest.name:
             return [(name, "") for name in names]
         for line in _passed_over(self._store, names, latest):
-            self._tell(line)
+            self._report_once(line)
         older = [(name, "") for name in names if step_of(name) < latest.step]
         return ([(latest.name, latest.manifest_sha256)] if latest.name in names else []) + older
 
@@ -318,9 +284,9 @@ class RestoreOrder:
         latest = read_latest(self._store)
         return [] if latest is None or not latest.name else _passed_over(self._store, self._store.names(), latest)
 
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+    def _report_once(self, line: str) -> None:
+        if line not in self._reported:
+            self._reported.add(line)
             self._report(line)
 
 

@@ -29,10 +29,9 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points
     Args:
         url: a path, ``file://…``, or a URL of an object store that fsspec knows (``s3://bucket/run/checkpoints``).
         options: of the file system behind a URL, as fsspec names them (``endpoint_url`` …).
-        points: where tests inject faults, see `phalanx.checkpoint.storage.folder`.
 
     Raises:
-        UserError: the URL lacks its slashes, is of no kind that is known, or the package for it is missing.
+        UserError: the URL lacks its slashes, is of an unknown kind, or the package for it is missing.
     """
     protocol, separator, _ = str(url).partition("://")
     if isinstance(url, str) and not separator and _HALF_URL.match(url):
@@ -42,16 +41,20 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points
         return LocalStore(Path(url), points)
     if protocol in ("file", "local"):
         return LocalStore(Path(unquote(urlsplit(url).path)), points)
-    _require(protocol, url)
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError:
+        hint = known_implementations.get(protocol, {}).get("err", "install the fsspec package for it")
+        cure = "pip install 'phalanx-train[s3]'" if protocol in ("s3", "s3a") else hint[:1].lower() + hint[1:]
+        raise UserError(f"{protocol}:// needs a package that is not here", cure=cure, field=_FIELD, value=url) from None
+    except ValueError:
+        cure = "give a folder, or a URL such as s3://bucket/run"
+        raise UserError(f"fsspec knows no {protocol}://", cure=cure, field=_FIELD, value=url) from None
     return ObjectStore(url, options, points)
 
 
 def claimed(url: str, options: Mapping[str, Any], at_least: int, report: Callable[[str], None]) -> int:
-    """Begin an attempt of a run at `url`; its number, see `phalanx.checkpoint.storage.latest.claim`.
-
-    Raises:
-        UserError: checkpoints cannot be written there.
-    """
+    """Begin an attempt of a run at `url`, and return its number; UserError: checkpoints cannot be written there."""
     try:
         return claim(open_store(url, options), at_least, report)
     except OSError as error:
@@ -62,7 +65,7 @@ def claimed(url: str, options: Mapping[str, Any], at_least: int, report: Callabl
 
 
 def clean(store: Store, attempt: int) -> None:
-    """Remove what dead writers have left, and put back what they took away; whoever may only read leaves it."""
+    """Remove what dead writers have left, and put back what they took away; nothing, where this is forbidden."""
     with suppress(OSError):
         store.clean(attempt)
 
@@ -73,15 +76,3 @@ def has_names(url: str | Path, options: Mapping[str, Any] | None = None) -> bool
         return bool(open_store(url, options).names())
     except (OSError, UserError):
         return False
-
-
-def _require(protocol: str, url: str) -> None:
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError:
-        hint = known_implementations.get(protocol, {}).get("err", "install the fsspec package for it")
-        cure = "pip install 'phalanx-train[s3]'" if protocol in ("s3", "s3a") else hint[:1].lower() + hint[1:]
-        raise UserError(f"{protocol}:// needs a package that is not here", cure=cure, field=_FIELD, value=url) from None
-    except ValueError:
-        cure = "give a folder, or a URL such as s3://bucket/run"
-        raise UserError(f"fsspec knows no {protocol}://", cure=cure, field=_FIELD, value=url) from None

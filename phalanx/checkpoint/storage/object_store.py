@@ -13,8 +13,7 @@ from __future__ import annotations
 import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -22,23 +21,22 @@ import fsspec
 from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.checkpoint_files import Span, most_bytes
-from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry, plain
 from phalanx.checkpoint.storage import checkpoint_store
-from phalanx.checkpoint.storage.checkpoint_store import KEY_MOST_BYTES, Stored
-from phalanx.checkpoint.storage.object_requests import LISTING_S, bounded, creator, retried
+from phalanx.checkpoint.storage.checkpoint_store import KEY_MOST_BYTES
+from phalanx.checkpoint.storage.conditional_writes import creator
 from phalanx.checkpoint.storage.object_streams import Ahead, RangeFile, Take, abandon, upload
 from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.files import StoreFailedError, too_large
+from phalanx.core.object_requests import LISTING_S, bounded, retried
 
-_S3 = ("s3://", "s3a://")
-_CONNECTIONS = 64  # kept by the client library, whose own default is 10: streams of all ranks of a host's persister
+_CONNECTIONS = 64  # kept by the S3 client, whose own default is 10: streams of all ranks of a host's persister
 
 
 class ObjectStore:
-    """A `phalanx.checkpoint.storage.checkpoint_store.Store` under a prefix of an object store.
+    """A `Store` under a prefix of an object store, such as ``s3://bucket/run/checkpoints``.
 
     Args:
-        url: ``s3://bucket/run/checkpoints``.
         options: of fsspec's file system.
         points: ``checkpoint.before-rename`` is reached before a checkpoint is there, ``checkpoint.published`` after,
             and ``checkpoint.deleting`` when one has lost its name and not yet its files.
@@ -48,7 +46,11 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, points: Points = NO_POINTS) -> None:
-        self._fs, root = fsspec.core.url_to_fs(url, **_defaults(url, options or {}))
+        # A listing that was kept would hide what other hosts have written meanwhile.
+        chosen: dict[str, Any] = {"use_listings_cache": False, **(options or {})}
+        if url.startswith(("s3://", "s3a://")):
+            chosen["config_kwargs"] = {"max_pool_connections": _CONNECTIONS, **chosen.get("config_kwargs", {})}
+        self._fs, root = fsspec.core.url_to_fs(url, **chosen)
         self._root = root.rstrip("/")
         self._url = url.rstrip("/")
         self._points = points
@@ -62,64 +64,27 @@ class ObjectStore:
 
     def names(self) -> list[str]:
         """See `Store`."""
-        return checkpoint_store.newest_first([name for name in self._prefixes() if self._is_published(name)])
+        return checkpoint_store.newest_first([name for name in self._prefixes() if self.is_published(name)])
 
     def quarantined(self) -> list[str]:
         """See `Store`."""
         return checkpoint_store.newest_first([key for key in self.keys("") if checkpoint_store.quarantined(key)])
 
-    def identity(self, name: str) -> str:
-        """See `Store`. A name is used once, but for copies by hand."""
-        return name if self._is_published(name) else ""
+    def at(self, name: str) -> _ObjectFiles:
+        """See `Store`."""
+        return _ObjectFiles(self, plain(name))
 
     def files(self, name: str) -> list[str]:
         """See `Store`."""
-        held, there = self._held.get(name, {}), set(self.sizes(name))
+        held, there = self._held.get(name, {}), set(self.at(name).sizes())
         if there and checkpoint_store.quarantined(name):
             there.add(SUMS)  # which is in the mark
         return sorted({*held, *there})
 
-    def sizes(self, name: str) -> Mapping[str, int]:
-        """See `Store`. A thousand of them are one request."""
-        there = [entry for entry in self._list(name) if entry["type"] == "file"]
-        found = {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in there}
-        return {file: size_bytes for file, size_bytes in found.items() if file}
-
-    def read(self, name: str, file: str) -> bytes:
-        """See `Store`."""
-        return self._whole(self._path(name, file), most_bytes(file))
-
-    def open(self, name: str, file: str) -> BinaryIO:
-        """See `Store`. Read by ranges: only what is asked for, and a little ahead."""
-        return self.ranges(name, file, self.size_bytes(name, file))
-
-    def ranges(self, name: str, file: str, size_bytes: int, **options: Take) -> BinaryIO:
-        """A file whose length is known already; `options` are of `RangeFile`."""
-        path = self._path(name, file)
-        return cast(BinaryIO, RangeFile(partial(self._cat, path), size_bytes, path, **options))
-
-    def size_bytes(self, name: str, file: str) -> int:
-        """See `Store`."""
-        return self._size(self._path(name, file))
-
-    @contextmanager
-    def ahead(self, name: str, spans: Iterable[Span], sizes: Mapping[str, int]) -> Iterator[Stored]:
-        """See `Store`."""
-
-        def fetch(file: str, start: int, end: int) -> bytes:
-            return self._cat(self._path(name, file), start, end)
-
-        with Ahead(fetch, spans) as ahead:
-            yield _Fetched(self, name, self, ahead, sizes)
-
     def begin(self, step: int, attempt: int, nonce: str) -> str:
-        """See `Store`.
-
-        Raises:
-            FileExistsError: it has been published.
-        """
+        """See `Store`. FileExistsError: it has been published."""
         area = checkpoint_store.full_name(step, attempt, nonce)
-        if self._is_published(area):
+        if self.is_published(area):
             raise FileExistsError(f"{self._url}/{area} has been published already")
         self._held[area] = {}
         return area
@@ -130,7 +95,7 @@ class ObjectStore:
 
     def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
         """See `Store`. ``SHA256SUMS`` is kept back until `publish`."""
-        path = self._path(area, file)
+        path = self.path(area, file)
         if file == SUMS:
             held = b"".join(bytes(piece) for piece in content)
             self._begun(area)[SUMS] = held
@@ -144,11 +109,11 @@ class ObjectStore:
         if checkpoint_store.step_of(area) != step:
             raise ValueError(f"{area} is not an area of step {step}")
         held = self._begun(area)
-        self.size_bytes(area, MANIFEST)
+        self.size(self.path(area, MANIFEST))
         if SUMS not in held:
-            raise FileNotFoundError(self._path(area, SUMS))
+            raise FileNotFoundError(self.path(area, SUMS))
         self._points.reach("checkpoint.before-rename", path=area)
-        upload(self._fs, self._path(area, SUMS), [held[SUMS]])
+        upload(self._fs, self.path(area, SUMS), [held[SUMS]])
         del self._held[area]
         self._points.reach("checkpoint.published", path=area)
         return area
@@ -172,53 +137,49 @@ class ObjectStore:
             self._remove_all(_area_of(name))
             self.remove(name)
             return
-        sums = self._path(name, SUMS)
-        self._rm(sums)
+        self._rm(self.path(name, SUMS))
         self._points.reach("checkpoint.deleting", path=name)
         self._remove_all(name)
 
     def clean(self, attempt: int) -> None:
         """See `Store`: areas of attempts below `attempt` that were not published, and parts of files sent half way."""
+
+        def is_dead(name: str) -> bool:
+            parsed = checkpoint_store.parse(name)
+            return parsed is not None and 0 < parsed.attempt < attempt
+
         aside = {_area_of(name) for name in self.quarantined()}
         for name in self._prefixes():
-            parsed = checkpoint_store.parse(name)
-            ours = parsed is not None and 0 < parsed.attempt < attempt
-            if ours and name not in aside and not self._is_published(name):
+            if is_dead(name) and name not in aside and not self.is_published(name):
                 self._remove_all(name)
-        abandon(
-            self._fs,
-            self._root,
-            lambda name: 0 < (checkpoint_store.parse(name) or checkpoint_store.Parsed(0)).attempt < attempt,
-        )
+        abandon(self._fs, self._root, is_dead)
 
     def create(self, key: str, content: bytes) -> bool:
-        """See `Store`.
-
-        Raises:
-            UserError: the server does not heed the condition.
-        """
-        return self._create(f"{self._root}/{checkpoint_store.plain(key)}", content)
+        """See `Store`. UserError: the server ignores the condition."""
+        return self._create(f"{self._root}/{plain(key)}", content)
 
     def keys(self, prefix: str) -> list[str]:
         """See `Store`."""
-        there = [entry["name"].rpartition("/")[2] for entry in self._list() if entry["type"] == "file"]
+        there = [entry["name"].rpartition("/")[2] for entry in self.listed() if entry["type"] == "file"]
         return sorted(key for key in there if key and key.startswith(prefix))
 
     def get(self, key: str) -> bytes:
         """See `Store`."""
-        return self._whole(f"{self._root}/{checkpoint_store.plain(key)}", KEY_MOST_BYTES)
+        return self.whole(f"{self._root}/{plain(key)}", KEY_MOST_BYTES)
 
     def remove(self, key: str) -> None:
         """See `Store`."""
-        self._rm(f"{self._root}/{checkpoint_store.plain(key)}")
+        self._rm(f"{self._root}/{plain(key)}")
 
     def _prefixes(self) -> list[str]:
-        there = [entry["name"].rstrip("/").rpartition("/")[2] for entry in self._list() if entry["type"] == "directory"]
+        folders = [entry["name"] for entry in self.listed() if entry["type"] == "directory"]
+        there = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
         return [name for name in there if checkpoint_store.parse(name)]
 
-    def _is_published(self, name: str) -> bool:
+    def is_published(self, name: str) -> bool:
+        """Whether ``SHA256SUMS``, which makes an area a checkpoint, is there."""
         try:
-            self.size_bytes(name, SUMS)
+            self.size(self.path(name, SUMS))
         except FileNotFoundError:
             return False
         return True
@@ -228,10 +189,11 @@ class ObjectStore:
             raise ValueError(f"{area} was not begun here, or has been published or discarded")
         return self._held[area]
 
-    def _path(self, name: str, file: str) -> str:
+    def path(self, name: str, file: str) -> str:
+        """Where a file of a checkpoint or an area lies."""
         if file == SUMS and checkpoint_store.quarantined(name):
-            return f"{self._root}/{checkpoint_store.plain(name)}"  # the mark holds them
-        return f"{self._root}/{_area_of(checkpoint_store.plain(name))}/{checkpoint_store.plain(file)}"
+            return f"{self._root}/{plain(name)}"  # the mark holds them
+        return f"{self._root}/{_area_of(plain(name))}/{plain(file)}"
 
     def _ask(
         self,
@@ -241,11 +203,8 @@ class ObjectStore:
         require: Callable[[Any], None] = lambda answer: None,
         **options: Any,
     ) -> Any:
-        """Call a method of the file system: tried again, and never waited for for ever.
-
-        Args:
-            require: raises where the answer is not what was asked for, and so is asked again.
-        """
+        """Call a method of the file system: tried again, also where `require` raises at its answer, and with a limit
+        on the time."""
 
         def asked() -> Any:
             answer = bounded(self._fs, call, *args, **options)
@@ -254,7 +213,8 @@ class ObjectStore:
 
         return retried(path, asked)
 
-    def _list(self, name: str = "") -> list[dict[str, Any]]:
+    def listed(self, name: str = "") -> list[dict[str, Any]]:
+        """The entries in an area, or beside the areas."""
         path = f"{self._root}/{_area_of(name)}".rstrip("/")
         try:
             found: list[dict[str, Any]] = self._ask(path, self._fs.ls, path, detail=True, limit_s=LISTING_S)
@@ -262,19 +222,21 @@ class ObjectStore:
             return []
         return found
 
-    def _size(self, path: str) -> int:
+    def size(self, path: str) -> int:
+        """Length of an object; FileNotFoundError, IsADirectoryError: it is not one."""
         info = self._ask(path, self._fs.info, path)
         if info["type"] != "file":
             raise IsADirectoryError(path)
         return int(info["size"])
 
-    def _whole(self, path: str, most: int) -> bytes:
-        size_bytes = self._size(path)
+    def whole(self, path: str, most: int) -> bytes:
+        """All of an object; OddFileError: it has more than `most` bytes."""
+        size_bytes = self.size(path)
         if size_bytes > most:
             raise too_large(path, size_bytes, most)
-        return self._cat(path, 0, size_bytes) if size_bytes else b""
+        return self.cat(path, 0, size_bytes) if size_bytes else b""
 
-    def _cat(self, path: str, start: int, end: int) -> bytes:
+    def cat(self, path: str, start: int, end: int) -> bytes:
         """Bytes ``[start, end)``, neither fewer nor more.
 
         Raises:
@@ -289,8 +251,9 @@ class ObjectStore:
         try:
             content = bytes(self._ask(path, self._fs.cat_file, path, require=require_all, **where))
         except StoreFailedError as error:
-            there = self._shortened(path, end) if error.errno in (errno.EIO, errno.EINVAL) else None
-            if there is None:
+            # A range behind the end of an object is damage of the object; all else is a failure of the store.
+            there = self.size(path) if error.errno in (errno.EIO, errno.EINVAL) else end
+            if there >= end:
                 raise
             problem = f"it has {there} bytes now, and bytes {start} to {end} are wanted"
             raise OSError(errno.EIO, problem, path) from error
@@ -299,56 +262,61 @@ class ObjectStore:
             raise StoreFailedError(errno.EIO, problem, path)
         return content
 
-    def _shortened(self, path: str, end: int) -> int | None:
-        """Length of an object that ends before `end`; None: it does not, so the store's answer was wrong."""
-        size_bytes = self._size(path)
-        return size_bytes if size_bytes < end else None
-
     def _rm(self, path: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self._ask(path, self._fs.rm_file, path)
-        except FileNotFoundError:
-            return
 
     def _remove_all(self, area: str) -> None:
         path = f"{self._root}/{area}"
-        try:
+        with suppress(FileNotFoundError):
             self._ask(path, self._fs.rm, path, recursive=True, limit_s=LISTING_S)
-        except FileNotFoundError:
-            return
 
 
-@dataclass(frozen=True)
-class _Fetched(Stored):
-    """A checkpoint of which spans are on their way; the lengths of its files are known."""
+class _ObjectFiles:
+    """The `Files` of a checkpoint or an area; with `ahead`, spans are on their way and some lengths are known."""
 
-    objects: ObjectStore
-    ahead_of_reads: Ahead
-    known: Mapping[str, int] = field(default_factory=dict)
+    def __init__(
+        self, store: ObjectStore, name: str, known: Mapping[str, int] | None = None, ahead: Ahead | None = None
+    ) -> None:
+        self._store, self.name, self._known, self._ahead = store, name, known or {}, ahead
+        self.url = f"{store.url}/{name}"
+
+    def identity(self) -> str:
+        # A name is used once, but for copies by hand.
+        return self.name if self._store.is_published(self.name) else ""
 
     def read(self, file: str) -> bytes:
-        """See `Store`."""
-        size_bytes = self.known.get(file)
+        size_bytes = self._known.get(file)
         if size_bytes is None:
-            return super().read(file)
+            return self._store.whole(self._store.path(self.name, file), most_bytes(file))
         if size_bytes > most_bytes(file):
             raise too_large(f"{self.url}/{file}", size_bytes, most_bytes(file))
         with self.open(file) as stream:
             return stream.read()
 
     def open(self, file: str) -> BinaryIO:
-        """See `Store`."""
-        size_bytes = self.known[file] if file in self.known else self.size_bytes(file)
-        return self.objects.ranges(self.name, file, size_bytes, take=partial(self.ahead_of_reads.take, file))
+        # Read by ranges: only what is asked for, and a little ahead.
+        path = self._store.path(self.name, file)
+        size_bytes = self._known[file] if file in self._known else self.size_bytes(file)
+        options: dict[str, Take] = {} if self._ahead is None else {"take": partial(self._ahead.take, file)}
+        return cast(BinaryIO, RangeFile(partial(self._store.cat, path), size_bytes, path, **options))
 
+    def size_bytes(self, file: str) -> int:
+        return self._store.size(self._store.path(self.name, file))
 
-def _defaults(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the file system: those given, and before them what suits many streams."""
-    # A listing that was kept would hide what other hosts have written meanwhile.
-    chosen: dict[str, Any] = {"use_listings_cache": False, **options}
-    if url.startswith(_S3):
-        chosen["config_kwargs"] = {"max_pool_connections": _CONNECTIONS, **options.get("config_kwargs", {})}
-    return chosen
+    def sizes(self) -> Mapping[str, int]:
+        # A thousand of them are one request.
+        there = [entry for entry in self._store.listed(self.name) if entry["type"] == "file"]
+        found = {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in there}
+        return {file: size_bytes for file, size_bytes in found.items() if file}
+
+    @contextmanager
+    def ahead(self, spans: Iterable[Span], sizes: Mapping[str, int]) -> Iterator[_ObjectFiles]:
+        def fetch(file: str, start: int, end: int) -> bytes:
+            return self._store.cat(self._store.path(self.name, file), start, end)
+
+        with Ahead(fetch, spans) as ahead:
+            yield _ObjectFiles(self._store, self.name, sizes, ahead)
 
 
 def _area_of(name: str) -> str:

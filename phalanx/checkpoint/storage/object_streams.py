@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -22,21 +22,15 @@ from fsspec.spec import AbstractBufferedFile
 from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.checkpoint_files import Span
-from phalanx.checkpoint.storage.object_requests import LISTING_S, bounded, retried
+from phalanx.checkpoint.format.run_sums import SeekableFile
+from phalanx.core.object_requests import LISTING_S, bounded, retried
 
-WINDOW_BYTES = 1 << 19
-"""How much a small read fetches, since the next one is likely to follow it."""
-
-STREAMS = 8
-"""Ranges that are fetched, and parts that are sent, at a time."""
-
+WINDOW_BYTES = 1 << 19  # a small read fetches so much, since the next one is likely to follow it
+STREAMS = 8  # ranges that are fetched, and parts that are sent, at a time
+# Most that is asked for at once: enough that waiting for an answer to begin hardly counts, and few enough that those of
+# all streams fit into memory.
 SEGMENT_BYTES = 16 << 20
-"""Most that is asked for at once: enough that waiting for an answer to begin hardly counts, and few enough that those
-of all streams fit into memory."""
-
-ROOM_BYTES = (STREAMS + 2) * SEGMENT_BYTES
-"""Memory for what is ahead: what all streams fetch, and what is being read."""
-
+ROOM_BYTES = (STREAMS + 2) * SEGMENT_BYTES  # memory for what is ahead: what all streams fetch, and what is being read
 _LEAST_BYTES = 4 << 20  # of the pieces into which less is divided, so that all streams have something to do
 _KEPT = 4  # windows: the directory at the end of an archive, its beginning, and the same of another
 _GAP_BYTES = 1 << 16  # between two spans: fetching it costs less than another request
@@ -50,58 +44,33 @@ Take = Callable[[int, int], "memoryview | None"]
 """Some of the wanted number of bytes from a place on; None: they are not fetched ahead."""
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(SeekableFile):
     """An object of `size_bytes` for reading anywhere in it.
 
-    Large reads go straight to their place; small ones fetch a window, of which the last few are kept.
-
-    Args:
-        take: is asked before anything is fetched.
-
-    Attributes:
-        fetched_bytes: how much has been fetched, beside what `take` gave.
+    Large reads go straight to their place; small ones fetch a window, of which the last few are kept. `take` is called
+    before anything is fetched; `fetched_bytes` counts what it did not give.
     """
 
     def __init__(self, fetch: Fetch, size_bytes: int, name: str, take: Take = lambda start, wanted: None) -> None:
-        self._fetch_range, self._size_bytes, self._at, self._take = fetch, size_bytes, 0, take
-        self.name = name
+        super().__init__(size_bytes, name)
+        self._fetch_range, self._take = fetch, take
         self.fetched_bytes = 0
         self._windows: OrderedDict[int, bytes] = OrderedDict()
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """As of any file."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
-        if at < 0:
-            raise OSError(errno.EINVAL, "before the beginning", self.name)
-        self._at = at
-        return at
-
     def readinto(self, buffer: Buffer) -> int:
         """Fill all of `buffer`, unless the object ends before."""
-        target = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._at)]
+        target = self.left(buffer)
         done = 0
         while done < len(target):
-            piece = self._piece(self._at, len(target) - done)
+            piece = self._piece(self.at, len(target) - done)
             target[done : done + len(piece)] = piece
             done += len(piece)
-            self._at += len(piece)
+            self.at += len(piece)
         return done
 
     def readall(self) -> bytes:
         """The rest, in one piece."""
-        content = bytearray(max(0, self._size_bytes - self._at))
+        content = bytearray(max(0, self._size_bytes - self.at))
         self.readinto(content)
         return bytes(content)
 
@@ -116,16 +85,14 @@ class RangeFile(io.RawIOBase):
                 return memoryview(window)[start - first : start - first + wanted]
         end = min(self._size_bytes, start + max(wanted, WINDOW_BYTES))
         if end - start > WINDOW_BYTES:
-            return memoryview(self._fetch(start, min(end, start + SEGMENT_BYTES)))
-        self._windows[start] = window = self._fetch(start, end)
-        while len(self._windows) > _KEPT:
-            self._windows.popitem(last=False)
-        return memoryview(window)[:wanted]
-
-    def _fetch(self, start: int, end: int) -> bytes:
+            end = min(end, start + SEGMENT_BYTES)
         content = _all(self._fetch_range(start, end), end - start, self.name)
         self.fetched_bytes += len(content)
-        return content
+        if end - start <= WINDOW_BYTES:
+            self._windows[start] = content
+            while len(self._windows) > _KEPT:
+                self._windows.popitem(last=False)
+        return memoryview(content)[:wanted]
 
 
 @dataclass(eq=False)
@@ -147,11 +114,7 @@ class Ahead:
     """Spans of files that several streams fetch before they are asked for, in the order in which they are given.
 
     What is asked for out of this order is fetched at once, and what was read is forgotten. For one reader; leaving the
-    context lets go of what it has not read.
-
-    Args:
-        fetch: the bytes ``[start, end)`` of a file; called in threads.
-        spans: of files; best in the order in which they will be read.
+    context drops what it has not read. `fetch` gives the bytes ``[start, end)`` of a file; it is called in threads.
     """
 
     def __init__(self, fetch: Callable[[str, int, int], bytes], spans: Iterable[Span]) -> None:
@@ -175,14 +138,12 @@ class Ahead:
 
     def take(self, file: str, start: int, wanted: int) -> memoryview | None:
         """Some of the `wanted` bytes of `file` from `start` on, when they have come; None: they are in none of the
-        spans, or were taken before.
-
-        Raises:
-            OSError: they could not be fetched.
-        """
-        segment = self._at(file, start)
-        if segment is None:
+        spans, or were taken before. OSError: they could not be fetched."""
+        places = self._places.get(file, [])
+        number = bisect_right(places, start, key=lambda one: one.start) - 1
+        if number < 0 or start >= places[number].end:
             return None
+        segment = places[number]
         if segment.content is None:
             self._begin(segment)
         assert segment.content is not None
@@ -196,11 +157,6 @@ class Ahead:
         if segment.taken_bytes >= segment.size_bytes:
             self._drop(segment)
         return part
-
-    def _at(self, file: str, start: int) -> _Segment | None:
-        places = self._places.get(file, [])
-        number = bisect_right(places, start, key=lambda one: one.start) - 1
-        return places[number] if number >= 0 and start < places[number].end else None
 
     def _begin(self, segment: _Segment) -> None:
         self._held_bytes += segment.size_bytes
@@ -246,18 +202,13 @@ def _all(content: bytes, size_bytes: int, name: str) -> bytes:
     return content
 
 
+# Parts of a multipart upload, of which S3 allows 10,000: up to which number they have how many bytes. Small ones first,
+# so that all streams have something to do; later such that waiting for an answer hardly counts, and an object can have
+# 540 GB.
 PARTS = ((32, 5 << 20), (128, 8 << 20), (2000, 16 << 20), (10_000, 64 << 20))
-"""Of a multipart upload, which S3 lets have 10,000 parts: up to which number they have how many bytes. Small ones
-first, so that all streams have something to do; later such that waiting for an answer hardly counts, and an object can
-have 540 GB."""
-
-FIXED_BYTES = 32 << 20
-"""Of a part where all have to be of one length, or go one by one."""
-
-MEMORY_BYTES = STREAMS * (16 << 20)
-"""Of parts that are being sent; beside them is that which is being filled."""
-
-_PIECE_BYTES = 4 << 20  # summed at a time, while the processor still has it
+FIXED_BYTES = 32 << 20  # of a part where all have to be of one length, or go one by one
+MEMORY_BYTES = STREAMS * (16 << 20)  # of parts that are being sent, beside the one that is being filled
+_PIECE_BYTES = 4 << 20  # summed at a time, while the processor still has it in its cache
 
 
 def upload(fs: Any, path: str, content: Iterable[Buffer]) -> tuple[int, str]:
@@ -279,13 +230,21 @@ def upload(fs: Any, path: str, content: Iterable[Buffer]) -> tuple[int, str]:
                 yield piece
 
     parts = _parts(summed(), fixed=getattr(fs, "fixed_upload_size", not hasattr(fs, "call_s3")))
-    first, second = next(parts, b""), next(parts, None)
-    if second is None:
-        retried(path, lambda: bounded(fs, fs.pipe_file, path, first, size_bytes=len(first)))
-    elif hasattr(fs, "call_s3"):
-        _Multipart(fs, path).send(_chained(first, second, parts))
+    begun = list(islice(parts, 2))
+    if len(begun) < 2:
+        whole = begun[0] if begun else b""
+        retried(path, lambda: bounded(fs, fs.pipe_file, path, whole, size_bytes=len(whole)))
+        return size_bytes, digest.hexdigest()
+
+    def all_parts() -> Iterator[bytes]:
+        while begun:  # without keeping the first ones in memory
+            yield begun.pop(0)
+        yield from parts
+
+    if hasattr(fs, "call_s3"):
+        _Multipart(fs, path).send(all_parts())
     else:
-        _one_by_one(fs, path, _chained(first, second, parts))
+        _one_by_one(fs, path, all_parts())
     return size_bytes, digest.hexdigest()
 
 
@@ -329,13 +288,6 @@ def _parts(pieces: Iterator[memoryview], *, fixed: bool) -> Iterator[bytes]:
         yield bytes(part)
 
 
-def _chained(first: bytes, second: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
-    """Without holding on to the first ones."""
-    yield first
-    yield second
-    yield from others
-
-
 class _Multipart:
     """A multipart upload to S3: its parts are sent several at a time, each with its own tries."""
 
@@ -348,16 +300,13 @@ class _Multipart:
         self._size_bytes = 0
 
     def send(self, parts: Iterator[bytes]) -> None:
-        """Send all, and make them one object.
-
-        Raises:
-            OSError: one could not be sent, or `parts` raised; nothing is left of the others.
-        """
+        """Send all, and make them one object; where one cannot be sent, nothing is left of the others."""
         self._object["UploadId"] = self._call("create_multipart_upload")["UploadId"]
         pool = ThreadPoolExecutor(STREAMS, "upload")
         try:
             for number, part in enumerate(parts, 1):
-                self._make_room(len(part))
+                while self._under_way and sum(n for _, n in self._under_way.values()) + len(part) > MEMORY_BYTES:
+                    self._take_answers()
                 self._size_bytes += len(part)
                 self._under_way[pool.submit(self._send, number, part)] = number, len(part)
             while self._under_way:
@@ -372,12 +321,7 @@ class _Multipart:
         finally:
             pool.shutdown(wait=False)
 
-    def _make_room(self, size_bytes: int) -> None:
-        while self._under_way and sum(one for _, one in self._under_way.values()) + size_bytes > MEMORY_BYTES:
-            self._take_answers()
-
     def _take_answers(self) -> None:
-        """Of those that were sent by now, at least of one."""
         for sent in wait(list(self._under_way), return_when=FIRST_COMPLETED).done:
             number, _ = self._under_way.pop(sent)
             self._tags[number] = sent.result()
@@ -391,15 +335,12 @@ class _Multipart:
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except OSError:
-            # The answer to a try may have been lost; a further one then finds no such upload.
-            if self._size_there() != self._size_bytes:
+            # The answer to a try may have been lost; a further one then finds no such upload, but the object.
+            there = None
+            with suppress(OSError):
+                there = int(retried(self._path, lambda: bounded(self._fs, self._fs.info, self._path))["size"])
+            if there != self._size_bytes:
                 raise
-
-    def _size_there(self) -> int | None:
-        """Of the object; None: it is not there, as far as can be seen."""
-        with suppress(OSError):
-            return int(retried(self._path, lambda: bounded(self._fs, self._fs.info, self._path))["size"])
-        return None
 
     def _call(self, method: str, *, size_bytes: int = 0, **options: Any) -> Any:
         given = {**self._object, **options}
@@ -411,7 +352,10 @@ def _one_by_one(fs: Any, path: str, parts: Iterator[bytes]) -> None:
     file = retried(path, partial(_begin, fs, path, next(parts)))
     try:
         for part in parts:
-            _add(file, path, part)
+            try:
+                file.write(part)
+            except Exception:
+                retried(path, file.flush)  # the file keeps what it could not send, so it must not be written again
         _end(file, path)
     except BaseException:
         _give_up(file)
@@ -427,14 +371,6 @@ def _begin(fs: Any, path: str, first: bytes) -> Any:
         _give_up(file)
         raise
     return file
-
-
-def _add(file: Any, path: str, piece: bytes) -> None:
-    """The file keeps what it could not send, so a further try is to send, not to write again."""
-    try:
-        file.write(piece)
-    except Exception:
-        retried(path, file.flush)
 
 
 def _end(file: Any, path: str) -> None:

@@ -1,7 +1,4 @@
-"""What is asked of the processes that measure, and what they answer.
-
-How large the cases are that are measured, and which of them fit into a device's memory.
-"""
+"""The messages of the processes that measure, how large their cases are, and which fit into a device's memory."""
 
 from __future__ import annotations
 
@@ -149,14 +146,12 @@ class Scale:
     """How large the cases are.
 
     Attributes:
-        rounds: turns of each case.
         pool: elements of the block that operands are taken from; the largest operand fits.
         tokens, widths: of products, all with all.
         attended: tokens of attention, in sequences of each of `queries`, or one where that is longer.
         shapes: tokens and width of what only waits for memory.
         heads: tokens, width and vocabulary of the loss head.
         updated: widths of layers whose parameters are updated.
-        messages: bytes of whole messages.
     """
 
     rounds: int
@@ -218,11 +213,6 @@ def choose_scale(kind: str, *, quick: bool) -> Scale:
     return _QUICK if quick else _GPU if kind == "cuda" else _CPU
 
 
-def largest_operand(scale: Scale) -> int:
-    """Elements of the largest operand of any case."""
-    return max(_operands(scale))
-
-
 def needed_bytes(scale: Scale) -> int:
     """About how much memory the cases take at once: those of one kind after the other, beside the pools."""
     return _POOL_BYTES * scale.pool + max(_phases(scale))
@@ -264,8 +254,11 @@ def fitting(scale: Scale, available_bytes: int) -> Scale:
     """
     limit_bytes = int(_SHARE * available_bytes)
     while needed_bytes(scale) > limit_bytes:
-        smaller = _smaller(scale)
-        if smaller is None:
+        # Without the entry that saves most, or with a smaller pool; none: there is but one entry of each kind.
+        shorter: list[dict[str, Any]] = [{name: _without_largest(getattr(scale, name))} for name in _LISTS]
+        choices = [replace(scale, **kept) for kept in shorter if all(kept.values())]
+        smaller = min((replace(each, pool=max(_operands(each))) for each in (*choices, scale)), key=_burden)
+        if _burden(smaller) >= _burden(scale):
             raise UserError(
                 f"measuring takes {needed_bytes(scale) / _SHARE / 1e9:.1f} GB of the device's memory "
                 f"and {available_bytes / 1e9:.1f} GB are free",
@@ -276,15 +269,6 @@ def fitting(scale: Scale, available_bytes: int) -> Scale:
 
 
 _LISTS = ("tokens", "widths", "queries", "head_dims", "shapes", "heads", "updated", "messages")
-
-
-def _smaller(scale: Scale) -> Scale | None:
-    """Without the entry that saves most, or with a smaller pool; None: there is but one entry of each kind."""
-    shorter: list[dict[str, Any]] = [{name: _without_largest(getattr(scale, name))} for name in _LISTS]
-    choices = [replace(scale, **kept) for kept in shorter if all(kept.values())]
-    choices = [replace(choice, pool=largest_operand(choice)) for choice in (*choices, scale)]
-    best = min(choices, key=_burden)
-    return best if _burden(best) < _burden(scale) else None
 
 
 def _burden(scale: Scale) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""One rank that measures, in a process of its own: told on stdin what to do, it answers in one line on stdout."""
+"""One rank that measures, in a process of its own: the task comes on stdin, and it answers in one line on stdout."""
 
 from __future__ import annotations
 
@@ -30,16 +30,28 @@ def measure(task: Task) -> Answer:
     numbers = {"process_s": max(time.time() - task.started_unix_s, 0.0)}
     device = _prepare(task)
     began_s = time.perf_counter()
-    group = _meet(task, device)
+    group = Group.alone()
+    if task.ranks > 1:
+        store = FileStore(task.meet, task.ranks)
+        mesh = Mesh(Layout(replicate=task.ranks), task.rank, store, device, _TIMEOUT_S, _TIMEOUT_S)
+        group = mesh.group("replicate")
+        group.barrier()
     numbers["groups_s"] = time.perf_counter() - began_s
     scale = choose_scale(device.type, quick=task.quick)
     if device.type == "cuda":
-        scale = fitting(scale, _least_free_bytes(device, group))
+        # The least of all ranks' devices: they measure the same cases.
+        mine = torch.tensor([torch.cuda.mem_get_info(device)[0]], device=device)
+        every = mine.new_empty(group.size)
+        group.all_gather(every, mine).wait()
+        scale = fitting(scale, int(every.min()))
     watch = Stopwatch(device, group, scale.rounds, clock=_clock(task))
     compiled = step_cases.compiles(device)
     wide = Pool(device, torch.float32, scale.pool)
     timings: list[Timing] = []
-    precisions = task.precisions or _fast_precisions(device)
+    fast: tuple[Precision, ...] = ("fp32", "bf16")
+    is_cuda = device.type == "cuda"
+    has_bf16 = torch.cuda.is_bf16_supported() if is_cuda else cpu_has_fast_bf16()
+    precisions = task.precisions or (fast if has_bf16 else fast[:1])
     for precision in precisions:
         pool = wide if precision == "fp32" else Pool(device, torch.bfloat16, scale.pool)
         timings += watch.measure(kernel_cases.products_cases(scale.tokens, scale.widths, precision, pool))
@@ -58,12 +70,17 @@ def measure(task: Task) -> Answer:
         numbers["compiled_layer_host_s"] = step_cases.layer_host_s(device, compiled=True)
     timings += step_cases.layers(device)
     numbers |= step_cases.kernel_numbers(device)
-    numbers |= {**_memory(device), **kernel_cases.slow_rates(precisions, device), **step_cases.numbers(task.quick)}
-    return Answer(tuple(timings), numbers, {"device": _name(device), "torch": torch.__version__})
+    numbers |= {**kernel_cases.slow_rates(precisions, device), **step_cases.numbers(task.quick)}
+    if is_cuda:
+        name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, memory_bytes = cpu_line("model name"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    numbers["memory_bytes"] = float(memory_bytes)
+    return Answer(tuple(timings), numbers, {"device": name, "torch": torch.__version__})
 
 
 def _clock(task: Task) -> Callable[[], float]:
-    """One thread alone is timed by what it has of its core: so other work on the host adds less to its times."""
+    # One thread alone is timed by what it has of its core: so other work on the host adds less to its times.
     return time.process_time if task.threads == 1 and task.device == "cpu" else time.perf_counter
 
 
@@ -79,39 +96,6 @@ def _prepare(task: Task) -> torch.device:
     if keep_freed_memory():
         use_huge_pages(_HUGE_PAGE_HEAP_BYTES)
     return torch.device("cpu")
-
-
-def _meet(task: Task, device: torch.device) -> Group:
-    if task.ranks == 1:
-        return Group.alone()
-    store = FileStore(task.meet, task.ranks)
-    mesh = Mesh(Layout(replicate=task.ranks), task.rank, store, device, _TIMEOUT_S, _TIMEOUT_S)
-    group = mesh.group("replicate")
-    group.barrier()
-    return group
-
-
-def _least_free_bytes(device: torch.device, group: Group) -> int:
-    """Of all ranks' devices: they measure the same cases."""
-    mine = torch.tensor([torch.cuda.mem_get_info(device)[0]], device=device)
-    every = mine.new_empty(group.size)
-    group.all_gather(every, mine).wait()
-    return int(every.min())
-
-
-def _fast_precisions(device: torch.device) -> tuple[Precision, ...]:
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
-    return ("fp32", "bf16") if fast else ("fp32",)
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    if device.type == "cuda":
-        return {"memory_bytes": float(torch.cuda.get_device_properties(device).total_memory)}
-    return {"memory_bytes": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_line("model name")
 
 
 def main() -> None:

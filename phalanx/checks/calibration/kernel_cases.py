@@ -1,18 +1,9 @@
-"""The kernels of a layer and of both ends of a model, as cases that are timed.
-
-The forward and the backward pass of a function, as two cases.
-
-Matrix products in the sizes and the orders of transformer layers.
+"""The kernels of a layer and of both ends of a model, as cases that are timed, forward and backward.
 
 A product of (tokens, columns) with (columns, rows) is made as a layer makes it: projections that widen are stored as
 their transpose, those that narrow are not, and with backward passes it is the other way round, so that the sizes alone
-say how the weight lies in memory; a square one is made both ways.
-
-Attention as a layer calls it, over the length of a sequence.
-
-The kernels between matrix products, which wait for memory: norms, activations, rotation, residuals.
-
-Both ends of a model: looking rows up, and the loss head.
+say how the weight lies in memory; a square one is made both ways. The kernels between products wait for memory: norms,
+activations, rotation, residuals.
 """
 
 from __future__ import annotations
@@ -21,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,12 +44,17 @@ def both_ways(
     first = make()
     set_bytes = sum(x.numel() * x.element_size() for x in first)
     count = max(1, min(_MOST_SETS, _OPERANDS_BYTES // max(set_bytes, 1)))
-    sets = [_with_gradients(x) for x in (first, *(make() for _ in range(count - 1)))]
+    sets = [[x.detach().requires_grad_() for x in each] for each in (first, *(make() for _ in range(count - 1)))]
     forwards = itertools.cycle(sets)
-    graphs = itertools.cycle([_graph(function, inputs) for inputs in sets])
+    graphs = []
+    for inputs in sets:
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        graphs.append((outputs, inputs, [torch.ones_like(x).contiguous() for x in outputs]))
+    turns = itertools.cycle(graphs)
 
     def backward() -> object:
-        outputs, inputs, gradients = next(graphs)
+        outputs, inputs, gradients = next(turns)
         return torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
     return [
@@ -66,18 +63,8 @@ def both_ways(
     ]
 
 
-def _with_gradients(inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in inputs]
-
-
-def _graph(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
-    outputs = function(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return outputs, inputs, [torch.ones_like(x).contiguous() for x in outputs]
-
-
 _SMALL = 128
-_PRODUCTS_DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def products_cases(tokens: tuple[int, ...], widths: tuple[int, ...], precision: Precision, pool: Pool) -> list[Case]:
@@ -89,25 +76,23 @@ def products_cases(tokens: tuple[int, ...], widths: tuple[int, ...], precision: 
                 sizes = {"tokens": count, "rows": rows, "columns": columns}
                 product, calls = _product(count, rows, columns, pool)
                 found.append(Case("product", sizes, precision, product, calls))
-                found.append(Case("weight_gradient", sizes, precision, _weight_gradient(count, rows, columns, pool)))
+                found.append(
+                    Case("weight_gradient", sizes, precision, partial(_weight_gradient, count, rows, columns, pool))
+                )
     return found
 
 
 def slow_rates(precisions: Sequence[Precision], device: torch.device) -> dict[str, float]:
     """``<precision>_flops_per_s`` of one small product in each precision that is not among `precisions`."""
-    return {
-        f"{each}_flops_per_s": _small_rate(dtype, device)
-        for each, dtype in _PRODUCTS_DTYPES.items()
-        if each not in precisions
-    }
-
-
-def _small_rate(dtype: torch.dtype, device: torch.device) -> float:
-    x = torch.ones(_SMALL, _SMALL, dtype=dtype, device=device)
-    torch.mm(x, x)
-    began_s = time.perf_counter()
-    float(torch.mm(x, x)[0, 0])  # waits for a GPU
-    return 2 * _SMALL**3 / (time.perf_counter() - began_s)
+    rates = {}
+    for precision, dtype in _DTYPES.items():
+        if precision not in precisions:
+            x = torch.ones(_SMALL, _SMALL, dtype=dtype, device=device)
+            torch.mm(x, x)
+            began_s = time.perf_counter()
+            float(torch.mm(x, x)[0, 0])  # waits for a GPU
+            rates[f"{precision}_flops_per_s"] = 2 * _SMALL**3 / (time.perf_counter() - began_s)
+    return rates
 
 
 def _product(tokens: int, rows: int, columns: int, pool: Pool) -> tuple[Callable[[], object], int]:
@@ -122,11 +107,9 @@ def _product(tokens: int, rows: int, columns: int, pool: Pool) -> tuple[Callable
     return torch.no_grad()(lambda: (widening(), narrowing())), 2
 
 
-def _weight_gradient(tokens: int, rows: int, columns: int, pool: Pool) -> Callable[[], object]:
-    return torch.no_grad()(lambda: torch.mm(pool.take(tokens, rows).t(), pool.take(tokens, columns)))
-
-
-_ATTENTION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+@torch.no_grad()
+def _weight_gradient(tokens: int, rows: int, columns: int, pool: Pool) -> Tensor:
+    return torch.mm(pool.take(tokens, rows).t(), pool.take(tokens, columns))
 
 
 def attention_cases(
@@ -141,12 +124,18 @@ def attention_cases(
 
 
 def _case(batch: int, length: int, size: int, precision: Precision, pool: Pool) -> list[Case]:
-    mask = AttentionMask(length, length, documents_BS=_documents(batch, length, pool.device))
+    # On a CPU two documents in each sequence, which training keeps apart by default; the mask is made once, as for all
+    # layers of a step. On a GPU a kernel would be compiled for each length, which takes longer than all that is
+    # measured.
+    documents = (torch.arange(length) >= length // 3).int().expand(batch, length)
+    mask = AttentionMask(length, length, documents_BS=documents if pool.device.type == "cpu" else None)
     sizes = {"batch": batch, "heads": ATTENTION_HEADS, "queries": length, "head_dim": size}
-
-    kernel = _kernel(
-        Shape(batch, ATTENTION_HEADS, ATTENTION_HEADS, length, size, _ATTENTION_DTYPES[precision], "all"), pool.device
-    )
+    kernel = None
+    if pool.device.type == "cuda":
+        # What a run finds by its trial; without kernels that are compiled for each length.
+        shape = Shape(batch, ATTENTION_HEADS, ATTENTION_HEADS, length, size, _DTYPES[precision], "all")
+        tried = (name for name in KERNELS if name != "flex" and not find_fault(name, shape, pool.device))
+        kernel = CausalKernel(next(tried), shape.length)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, mask=mask, kernel=kernel)
@@ -156,24 +145,6 @@ def _case(batch: int, length: int, size: int, precision: Precision, pool: Pool) 
         return [x.transpose(1, 2) for x in torch.split(stacked, ATTENTION_HEADS, dim=2)]
 
     return both_ways("attention", sizes, precision, attend, make)
-
-
-def _kernel(shape: Shape, device: torch.device) -> CausalKernel | None:
-    """What a run on a GPU finds by its trial; without kernels that are compiled for each length."""
-    if device.type != "cuda":
-        return None
-    tried = (name for name in KERNELS if name != "flex" and not find_fault(name, shape, device))
-    return CausalKernel(next(tried), shape.length)
-
-
-def _documents(batch: int, length: int, device: torch.device) -> Tensor | None:
-    """On a CPU two documents in each sequence, which training keeps apart by default; the mask is made once, as for all
-    layers of a step. On a GPU a kernel would be compiled for each length, which takes longer than all that is measured.
-    """
-    if device.type != "cpu":
-        return None
-    border = length // 3
-    return (torch.arange(length) >= border).int().expand(batch, length)
 
 
 _EPS = 1e-5
@@ -206,7 +177,7 @@ def streams_cases(
             found += _norms(sizes, precision, wide, way)
             found += _activations(sizes, precision, pool, way)
             found += _heads(sizes, precision, pool, way)
-        found.append(Case("sum", sizes, precision, _sum(tokens, width, wide)))
+        found.append(Case("sum", sizes, precision, partial(_sum, tokens, width, wide)))
     return found
 
 
@@ -269,8 +240,8 @@ def _heads(sizes: dict[str, int], precision: Precision, pool: Pool, way: _Way) -
     return turned if way.suffix else [*turned, *both_ways("rows", sizes, precision, rows, lambda: [attended()])]
 
 
-def _sum(tokens: int, width: int, wide: Pool) -> Callable[[], object]:
-    return lambda: wide.take(tokens, width) + wide.take(tokens, width)
+def _sum(tokens: int, width: int, wide: Pool) -> Tensor:
+    return wide.take(tokens, width) + wide.take(tokens, width)
 
 
 def ends_cases(shapes: Sequence[tuple[int, int, int]], precision: Precision, pool: Pool, wide: Pool) -> list[Case]:
@@ -279,17 +250,16 @@ def ends_cases(shapes: Sequence[tuple[int, int, int]], precision: Precision, poo
     for tokens, width, words in shapes:
         sizes = {"tokens": tokens, "width": width, "words": words}
         chosen = torch.randint(words, (tokens,), device=wide.device)
-        found += _embedding(sizes, chosen, precision, wide)
+        found += both_ways(
+            "embedding", sizes, precision, partial(F.embedding, chosen), partial(_taken, wide, words, width)
+        )
         found.append(Case("head", sizes, precision, _head(tokens, width, words, chosen, pool, wide)))
-        found.append(Case("head_products", sizes, precision, _products(tokens, width, words, pool)))
+        found.append(Case("head_products", sizes, precision, partial(_head_products, tokens, width, words, pool)))
     return found
 
 
-def _embedding(sizes: dict[str, int], chosen: torch.Tensor, precision: Precision, wide: Pool) -> list[Case]:
-    def look_up(weight: torch.Tensor) -> torch.Tensor:
-        return F.embedding(chosen, weight)
-
-    return both_ways("embedding", sizes, precision, look_up, lambda: [wide.take(sizes["words"], sizes["width"])])
+def _taken(pool: Pool, *shape: int) -> list[Tensor]:
+    return [pool.take(*shape)]
 
 
 def _head(tokens: int, width: int, words: int, targets: torch.Tensor, pool: Pool, wide: Pool) -> Callable[[], object]:
@@ -308,10 +278,7 @@ def _head(tokens: int, width: int, words: int, targets: torch.Tensor, pool: Pool
     return run
 
 
-def _products(tokens: int, width: int, words: int, pool: Pool) -> Callable[[], object]:
-    @torch.no_grad()
-    def run() -> object:
-        x, weight, logits = pool.take(tokens, width), pool.take(words, width), pool.take(tokens, words)
-        return torch.mm(x, weight.t()), torch.mm(logits, weight), torch.mm(logits.t(), x)
-
-    return run
+@torch.no_grad()
+def _head_products(tokens: int, width: int, words: int, pool: Pool) -> object:
+    x, weight, logits = pool.take(tokens, width), pool.take(words, width), pool.take(tokens, words)
+    return torch.mm(x, weight.t()), torch.mm(logits, weight), torch.mm(logits.t(), x)

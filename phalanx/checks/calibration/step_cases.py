@@ -1,12 +1,6 @@
 """What a step does beside its kernels, as cases that are timed: launches, updates, messages, batches.
 
-What an operator costs however small its operands are: the host's part, in eager mode, with gradients.
-
-What follows the gradients of a step: their norm, and the update by each optimizer.
-
-Collectives and point-to-point messages among all ranks that measure, by kind and size.
-
-How long the next batch takes, from a token file that is written for it.
+Launches: what an operator costs however small its operands are: the host's part, in eager mode, with gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -30,7 +25,7 @@ from phalanx.data.loader import Loader
 from phalanx.data.prepare import prepare
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
-from phalanx.optim.build import OptimizerSet, build_optimizer
+from phalanx.optim.build import build_optimizer
 from phalanx.optim.config import Kind, OptimConfig
 from phalanx.parallel.group import Group
 
@@ -53,7 +48,10 @@ def host_launch_s(device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began_s = time.process_time()
-        _chain(x).backward()  # type: ignore[no-untyped-call]
+        y = x
+        for _ in range(_OPERATORS):
+            y = y * 1.0
+        y.sum().backward()  # type: ignore[no-untyped-call]
         times.append((time.process_time() - began_s) / (2 * _OPERATORS))
     return sorted(times)[_TURNS // 2]
 
@@ -156,41 +154,26 @@ def kernel_numbers(device: torch.device) -> dict[str, float]:
     return {"kernel_s": begin.elapsed_time(end) / 1e3 / _OPERATORS, "kernel_gap_s": 0.0}
 
 
-def _chain(x: Tensor) -> Tensor:
-    for _ in range(_OPERATORS):
-        x = x * 1.0
-    return x.sum()
-
-
 def updates_cases(widths: tuple[int, ...], device: torch.device) -> list[Case]:
     """The norm and each optimizer's step over the matrices of one layer of each width, 12 D x D in all."""
     found = []
     for width in widths:
-        parameters = _layer(width, device)
+        # Matrices under names by which optimizers know that they belong to a block; with gradients.
+        shapes = {"q": width, "k": width, "v": width, "o": width, "up": 4 * width, "down": 4 * width}
+        parameters = {}
+        for name, rows in shapes.items():
+            parameter = torch.nn.Parameter(torch.randn(rows, width, device=device))
+            parameter.grad = torch.randn_like(parameter)
+            parameters[f"layers.0.attention.{name}"] = parameter
         sizes = {"width": width, "parameters": sum(p.numel() for p in parameters.values())}
         for kind in get_args(Kind):
             optimizer = build_optimizer(OptimConfig(name=kind), parameters)
-            found.append(Case(kind, sizes, "fp32", _step(optimizer, device)))
+            optimizer.set_lr(1e-6)
+            # As the training loop calls it: with the verdict on the step, and the divisor that clips gradients.
+            verdict = {"found_inf": torch.zeros((), device=device), "grad_scale": torch.ones((), device=device)}
+            found.append(Case(kind, sizes, "fp32", partial(optimizer.step, **verdict)))
         found.append(Case("gradient_norm", sizes, "fp32", optimizer.clip))
     return found
-
-
-def _layer(width: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
-    """Matrices under names by which optimizers know that they belong to a block; with gradients."""
-    shapes = {"q": width, "k": width, "v": width, "o": width, "up": 4 * width, "down": 4 * width}
-    found = {}
-    for name, rows in shapes.items():
-        parameter = torch.nn.Parameter(torch.randn(rows, width, device=device))
-        parameter.grad = torch.randn_like(parameter)
-        found[f"layers.0.attention.{name}"] = parameter
-    return found
-
-
-def _step(optimizer: OptimizerSet, device: torch.device) -> Callable[[], object]:
-    """As the training loop calls it: with the verdict on the step, and the divisor that clips gradients."""
-    good, scale = torch.zeros((), device=device), torch.ones((), device=device)
-    optimizer.set_lr(1e-6)
-    return lambda: optimizer.step(found_inf=good, grad_scale=scale)
 
 
 def collectives_cases(sizes_bytes: Sequence[int], group: Group, device: torch.device) -> list[Case]:
@@ -242,32 +225,28 @@ _FEW, _MANY = 1, 128
 def numbers(quick: bool) -> Mapping[str, float]:
     """``loader_step_s``, what a batch takes however small it is, and ``loader_tokens_per_s``, beyond that."""
     with tempfile.TemporaryDirectory(prefix="phalanx-measure-") as folder:
-        loader = _loader(Path(folder))
-        few_s, many_s = (_median_s(loader, samples, 3 if quick else 15) for samples in (_FEW, _MANY))
+        tokens = np.random.default_rng(0).integers(0, 1000, _TOKENS).astype(np.uint16)
+        path = Path(folder) / "train.bin"
+        path.write_bytes(tokens.tobytes())
+        config = DataConfig.model_validate(
+            {
+                "folder": f"{folder}/prepared",
+                "sequence_length": _LENGTH,
+                "validation_fraction": 0.0,
+                "tokenizer": {"kind": "none", "vocab_size": 1000},
+                "sources": [{"kind": "nanogpt", "path": str(path)}],
+            }
+        )
+        loader = Loader(prepare(config, workers=1), config)
+
+        def median_s(samples: int) -> float:
+            times = []
+            for turn in range(3 if quick else 15):
+                began_s = time.perf_counter()
+                loader.batch(turn * samples, samples)
+                times.append(time.perf_counter() - began_s)
+            return statistics.median(times[1:])
+
+        few_s, many_s = median_s(_FEW), median_s(_MANY)
     token_s = max(many_s - few_s, many_s / 2) / ((_MANY - _FEW) * _LENGTH)
     return {"loader_step_s": max(few_s - _FEW * _LENGTH * token_s, few_s / 10), "loader_tokens_per_s": 1 / token_s}
-
-
-def _median_s(loader: Loader, samples: int, turns: int) -> float:
-    times = []
-    for turn in range(turns):
-        began_s = time.perf_counter()
-        loader.batch(turn * samples, samples)
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times[1:])
-
-
-def _loader(folder: Path) -> Loader:
-    tokens = np.random.default_rng(0).integers(0, 1000, _TOKENS).astype(np.uint16)
-    path = folder / "train.bin"
-    path.write_bytes(tokens.tobytes())
-    config = DataConfig.model_validate(
-        {
-            "folder": str(folder / "prepared"),
-            "sequence_length": _LENGTH,
-            "validation_fraction": 0.0,
-            "tokenizer": {"kind": "none", "vocab_size": 1000},
-            "sources": [{"kind": "nanogpt", "path": str(path)}],
-        }
-    )
-    return Loader(prepare(config, workers=1), config)

@@ -44,11 +44,8 @@ class Stopwatch:
     """Measures cases on one rank, in step with the others.
 
     Attributes:
-        device: where the work is done.
-        group: all ranks that measure.
         rounds: turns of each case; a long one has three at most.
         long_s: a case that takes longer is a long one.
-        clock: seconds of a CPU.
     """
 
     device: torch.device
@@ -86,9 +83,9 @@ class Stopwatch:
         return round(min(most, max(1.0, _LEAST_S / max(seconds, 1e-9)))), rounds
 
     def _of_first_rank(self, seconds: float) -> float:
-        told = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        self.group.broadcast(told).wait()
-        return told.item()
+        shared = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        self.group.broadcast(shared).wait()
+        return shared.item()
 
     def _seconds(self, case: Case, count: int) -> float:
         if self.device.type == "cuda":

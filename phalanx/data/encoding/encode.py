@@ -1,7 +1,4 @@
-"""One unit of work: pieces of text to token shards. Runs in worker processes; free of torch.
-
-What of an earlier, perhaps killed, preparation still holds.
-"""
+"""One unit of work, from pieces of text to token shards, and which units of an earlier preparation still hold."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.files import write_json
-from phalanx.data.config import SourceConfig
+from phalanx.data.config import SourceConfig, Split
 from phalanx.data.sources.documents import read_pieces, was_skipped
-from phalanx.data.sources.input_files import Rule, Split, Unit
-from phalanx.data.sources.text_reader import Piece, open_raw
+from phalanx.data.sources.input_files import HoldOutRule, WorkUnit
+from phalanx.data.sources.text_reader import TextPiece, open_raw
 from phalanx.data.tokenizers.tokenizer import IntArray, Tokenizer
 from phalanx.data.tokens.prepared_corpus import MANIFEST, PreparedSplit, combined_digest
-from phalanx.data.tokens.shards import NpyWriter, Shard, npy_writer
+from phalanx.data.tokens.shards import NpyWriter, TokenShard, npy_writer
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 1 << 12
@@ -58,17 +55,16 @@ class UnitRecord:
         return UnitRecord(**{**value, "splits": {name: SplitRecord(**s) for name, s in value["splits"].items()}})
 
 
-def unit_file(folder: Path, signature: str, split: str, what: str) -> Path:
+def _unit_file(folder: Path, signature: str, split: str, what: str) -> Path:
     """Where a unit's ``tokens``, ``starts`` or ``mask`` of a split lie."""
     return folder / f"{signature}.{split}.{what}.npy"
 
 
-def record_file(folder: Path, signature: str) -> Path:
-    """Where a unit's record lies; it is written last."""
+def _record_file(folder: Path, signature: str) -> Path:
     return folder / f"{signature}.json"
 
 
-def content_hash(unit: Unit) -> str:
+def _content_hash(unit: WorkUnit) -> str:
     """BLAKE2b of the bytes of the unit's parts (of the whole file where a part is not a range of bytes)."""
     result = hashlib.blake2b(digest_size=16)
     for part in unit.parts:
@@ -83,15 +79,19 @@ def content_hash(unit: Unit) -> str:
 
 
 def encode_unit(
-    unit: Unit, source: SourceConfig, tokenizer: Tokenizer, rule: Rule, folder: Path, beat: Callable[[int, int], None]
+    unit: WorkUnit,
+    source: SourceConfig,
+    tokenizer: Tokenizer,
+    rule: HoldOutRule,
+    folder: Path,
+    beat: Callable[[int, int], None],
 ) -> UnitRecord:
-    """Write the token files of `unit` and then its record.
+    """Write the token files of `unit` and then its record; memory does not depend on the size of unit or documents.
 
     `beat` is called between batches with the bytes of text and the tokens made since the last call.
-    Memory does not depend on the size of the unit or of its documents.
     """
-    record_file(folder, unit.signature).unlink(missing_ok=True)
-    record = UnitRecord(unit.signature, unit.times, content_hash(unit), {})
+    _record_file(folder, unit.signature).unlink(missing_ok=True)
+    record = UnitRecord(unit.signature, unit.times, _content_hash(unit), {})
     with ExitStack() as stack:
         writers = {
             split: _SplitWriter(stack, folder, unit.signature, split, tokenizer, bool(source.prompt_field))
@@ -105,11 +105,13 @@ def encode_unit(
             beat(sum(len(piece.text.encode()) for _, piece in batch), sum(map(len, ids)))
         for split, writer in writers.items():
             record.splits[split] = writer.record()
-    write_json(record_file(folder, unit.signature), asdict(record))
+    write_json(_record_file(folder, unit.signature), asdict(record))  # last: it says that the unit is whole
     return record
 
 
-def _assigned(unit: Unit, source: SourceConfig, rule: Rule, record: UnitRecord) -> Iterator[tuple[Split, Piece]]:
+def _assigned(
+    unit: WorkUnit, source: SourceConfig, rule: HoldOutRule, record: UnitRecord
+) -> Iterator[tuple[Split, TextPiece]]:
     """Every piece with its split; documents that were left out are counted in `record`."""
     for part in unit.parts:
         split = rule.split(part.name, part)
@@ -123,8 +125,8 @@ def _assigned(unit: Unit, source: SourceConfig, rule: Rule, record: UnitRecord) 
             yield split, piece
 
 
-def _batches(pieces: Iterator[tuple[Split, Piece]]) -> Iterator[list[tuple[Split, Piece]]]:
-    batch: list[tuple[Split, Piece]] = []
+def _batches(pieces: Iterator[tuple[Split, TextPiece]]) -> Iterator[list[tuple[Split, TextPiece]]]:
+    batch: list[tuple[Split, TextPiece]] = []
     size = 0
     for item in pieces:
         batch.append(item)
@@ -146,12 +148,12 @@ class _SplitWriter:
         self._end_of_text = None if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text], dtype)
         kinds = {"tokens": dtype, "starts": np.dtype(np.int64)} | ({"mask": np.dtype(np.uint8)} if masked else {})
         self._files: dict[str, NpyWriter] = {
-            what: stack.enter_context(npy_writer(unit_file(folder, signature, split, what), kind))
+            what: stack.enter_context(npy_writer(_unit_file(folder, signature, split, what), kind))
             for what, kind in kinds.items()
         }
         self._num_bytes = 0
 
-    def append(self, pieces: list[tuple[Piece, IntArray]]) -> None:
+    def append(self, pieces: list[tuple[TextPiece, IntArray]]) -> None:
         """Write tokens, document starts and loss mask of some pieces, end-of-text before each new document."""
         tokens: list[IntArray] = []
         masks: list[IntArray] = []
@@ -175,7 +177,6 @@ class _SplitWriter:
                 self._files["mask"].append(np.concatenate(masks))
 
     def record(self) -> SplitRecord:
-        """What has been written."""
         return SplitRecord(
             num_tokens=self._files["tokens"].count,
             num_documents=self._files["starts"].count,
@@ -193,7 +194,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 HEADER_BYTES = 128
 
 
-def reusable_records(folder: Path, units: Sequence[Unit]) -> dict[str, UnitRecord]:
+def reusable_records(folder: Path, units: Sequence[WorkUnit]) -> dict[str, UnitRecord]:
     """Records, by signature, of the units whose output is there and whose input is what it was.
 
     Files whose size and time of change are as recorded are taken as unchanged. Others are hashed: with the same content
@@ -204,7 +205,7 @@ def reusable_records(folder: Path, units: Sequence[Unit]) -> dict[str, UnitRecor
     changed: set[str] = set()
     for unit in units:
         record = records[unit.signature]
-        if record is not None and record.times != unit.times and record.content != content_hash(unit):
+        if record is not None and record.times != unit.times and record.content != _content_hash(unit):
             changed.update(part.path for part in unit.parts)
             records[unit.signature] = None
     return {
@@ -221,14 +222,14 @@ def collect_splits(folder: Path, records: Sequence[UnitRecord], vocab_size: int)
     for split in SPLITS:
         parts = [(record.signature, record.splits[split]) for record in records]
         shards = tuple(
-            Shard(
-                tokens=unit_file(folder, signature, split, "tokens"),
+            TokenShard(
+                tokens=_unit_file(folder, signature, split, "tokens"),
                 dtype=dtype,
                 offset_bytes=HEADER_BYTES,
                 num_tokens=part.num_tokens,
-                starts=unit_file(folder, signature, split, "starts") if part.num_documents else None,
+                starts=_unit_file(folder, signature, split, "starts") if part.num_documents else None,
                 starts_end=part.num_documents,
-                mask=unit_file(folder, signature, split, "mask") if part.masked else None,
+                mask=_unit_file(folder, signature, split, "mask") if part.masked else None,
             )
             for signature, part in parts
             if part.num_tokens
@@ -263,12 +264,9 @@ def delete_strangers(folder: Path, records: Sequence[UnitRecord]) -> None:
 
 def _read(folder: Path, signature: str) -> UnitRecord | None:
     try:
-        record = UnitRecord.from_json(json.loads(record_file(folder, signature).read_text(encoding="utf-8")))
+        record = UnitRecord.from_json(json.loads(_record_file(folder, signature).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return record if all(_whole(folder, record, split) for split in record.splits) else None
-
-
-def _whole(folder: Path, record: UnitRecord, split: str) -> bool:
-    part = record.splits[split]
-    return all(unit_file(folder, record.signature, split, what).is_file() for what in part.digests)
+    written = [(split, what) for split, part in record.splits.items() for what in part.digests]
+    is_whole = all(_unit_file(folder, signature, *names).is_file() for names in written)
+    return record if is_whole else None

@@ -1,7 +1,8 @@
-"""Making the loader process: a fork of this one where that is safe, else a new Python.
+"""Starting the loader process: a fork of this one where that is safe, else a new Python.
 
-It never outlives the process that started it: the kernel kills it then (PR_SET_PDEATHSIG). That counts the thread that
-started it, so only the main thread asks for it; always, a pipe tells it too, and it ends with its last reader.
+It never outlives the process that started it: the kernel kills it then (PR_SET_PDEATHSIG). That goes by the thread that
+started it, so only the main thread asks for it; a pipe that closes tells it in every case, and it ends with its last
+reader.
 """
 
 from __future__ import annotations
@@ -17,29 +18,24 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Literal, NoReturn
 
-from phalanx.data.config import DataConfig
+from phalanx.data.config import DataConfig, Split
 from phalanx.data.samples import Arrays, PackedSplit, Parts
 from phalanx.data.sharing.loader_server import serve
-from phalanx.data.sources.input_files import Split
-from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process
+from phalanx.ipc.processes import die_with_parent, name_process
+from phalanx.ipc.stop_request import STOP_SIGNALS
 
 Method = Literal["fork", "exec"]
 
-# Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
-_IGNORED = STOP_SIGNALS
-
 
 @dataclass(frozen=True)
-class Task:
-    """What a loader process is to serve: samples of `parts` of a split, to so many readers of each index.
-
-    `cores`: those it may run on; None: those of the process that starts it.
-    """
+class LoaderTask:
+    """What a loader process serves: samples of `parts` of a split, to so many readers of each data-parallel index; on
+    these `cores`, or on those of the process that starts it."""
 
     parts: Parts
     config: DataConfig
@@ -60,7 +56,7 @@ def fork_is_safe() -> bool:
     return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
 
 
-def start(task: Task, listener: socket.socket, method: Method) -> tuple[Callable[[float | None], int], int, int]:
+def start(task: LoaderTask, listener: socket.socket, method: Method) -> tuple[Callable[[float | None], int], int, int]:
     """Start a loader process that serves `task` at `listener`.
 
     Returns:
@@ -79,22 +75,26 @@ def start(task: Task, listener: socket.socket, method: Method) -> tuple[Callable
     return wait, pid, hold
 
 
-def _fork(task: Task, listener: socket.socket, life: int, mortal: bool) -> tuple[Callable[[float | None], int], int]:
+def _fork(
+    task: LoaderTask, listener: socket.socket, life: int, mortal: bool
+) -> tuple[Callable[[float | None], int], int]:
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     pid = os.fork()
     if pid == 0:
         try:
-            gc.freeze()  # what the parent had stays as it is: neither collected nor, by that, copied
-            _hide_descriptors({0, 1, 2, listener.fileno(), life})
+            gc.freeze()  # objects of the parent are not collected, which would copy their pages
+            _hide_descriptors({0, 1, 2, *_standard_streams(), listener.fileno(), life})
             _become(task, listener, life, parent if mortal else None)
         finally:
-            os._exit(1)  # whatever happens, the frames of the parent are not for this process
+            os._exit(1)  # never back into the frames of the parent
     return _Forked(pid).wait, pid
 
 
-def _execute(task: Task, listener: socket.socket, life: int, mortal: bool) -> tuple[Callable[[float | None], int], int]:
+def _execute(
+    task: LoaderTask, listener: socket.socket, life: int, mortal: bool
+) -> tuple[Callable[[float | None], int], int]:
     with tempfile.TemporaryFile() as file:
         pickle.dump((task, os.getpid() if mortal else None), file)
         file.seek(0)
@@ -109,16 +109,21 @@ def _execute(task: Task, listener: socket.socket, life: int, mortal: bool) -> tu
 
 
 def new_process(task_fd: int, listener_fd: int, life: int) -> NoReturn:
-    """The first thing that a new Python does: it becomes the loader that its parent wrote down."""
+    """The first thing that a new Python does: it becomes the loader of the task that its parent pickled."""
     with os.fdopen(task_fd, "rb") as file:
         task, parent = pickle.load(file)
     _become(task, socket.socket(fileno=listener_fd), life, parent)
 
 
-def _become(task: Task, listener: socket.socket, life: int, parent: int | None) -> NoReturn:
+def _become(task: LoaderTask, listener: socket.socket, life: int, parent: int | None) -> NoReturn:
     status = 1
     try:
-        _set_up(parent)
+        # A terminal or a scheduler sends these to every process of a job: the ranks decide what they mean.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        name_process("phalanx loader")
+        if parent is not None:
+            die_with_parent(parent)
         if task.cores:
             os.sched_setaffinity(0, task.cores)
         serve(listener, _reader(task), task.readers, life)
@@ -131,8 +136,8 @@ def _become(task: Task, listener: socket.socket, life: int, parent: int | None) 
         os._exit(status)
 
 
-def _reader(task: Task) -> Callable[[int, int], Arrays]:
-    """Reads samples; what is wrong with the corpus is told to each reader that asks for some."""
+def _reader(task: LoaderTask) -> Callable[[int, int], Arrays]:
+    """Reads samples; what is wrong with the corpus is raised at each request, for each reader."""
     try:
         return PackedSplit(task.parts, task.config, split=task.split, seed=task.seed).read
     except Exception as error:
@@ -144,19 +149,16 @@ def _reader(task: Task) -> Callable[[int, int], Arrays]:
         return refuse
 
 
-def _set_up(parent: int | None) -> None:
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    name_process("phalanx loader")
-    if parent is not None:
-        die_with_parent(parent)
+def _standard_streams() -> Iterator[int]:
+    """Where Python's stdout and stderr go: mostly 1 and 2, but not where a log takes what is written to fd 2."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            yield stream.fileno()
 
 
 def _hide_descriptors(kept: set[int]) -> None:
-    """Put nothing in the place of each descriptor of the parent's, whose peers else would not see its end.
-
-    They are not closed, since objects of the parent's still believe to own their numbers.
-    """
+    """Replace each descriptor of the parent by /dev/null, or its peers would not see the parent's end. They are not
+    closed, since objects of the parent still own their numbers."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         descriptor = int(name)
@@ -167,25 +169,21 @@ def _hide_descriptors(kept: set[int]) -> None:
 
 @dataclass
 class _Forked:
-    """A child that `subprocess` does not know."""
+    """A forked child, with the `wait` of `subprocess.Popen`."""
 
     pid: int
     status: int | None = None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit status, as `subprocess.Popen.wait` has it."""
         if self.status is not None:
             return self.status
         if timeout_s is not None:
-            self._await_end(timeout_s)
+            ended = os.pidfd_open(self.pid)
+            try:
+                if not wait([ended], timeout_s):
+                    raise subprocess.TimeoutExpired(f"loader process {self.pid}", timeout_s)
+            finally:
+                os.close(ended)
         _, status = os.waitpid(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
         return self.status
-
-    def _await_end(self, timeout_s: float) -> None:
-        ended = os.pidfd_open(self.pid)
-        try:
-            if not wait([ended], timeout_s):
-                raise subprocess.TimeoutExpired(f"loader process {self.pid}", timeout_s)
-        finally:
-            os.close(ended)

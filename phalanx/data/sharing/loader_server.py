@@ -1,7 +1,5 @@
 """The loader process of a host: its messages to and from readers, and the thread that fills their slots.
 
-What a reader and the loader process of its host say to each other.
-
 One stream of batches is one connection (`phalanx.ipc.local_socket`).
 
     reader                     loader
@@ -10,16 +8,14 @@ One stream of batches is one connection (`phalanx.ipc.local_socket`).
           ◄─────────────────── Welcome + descriptors of the `a` slots
           ◄─────────────────── Ready(0)
     copies slot 0
-    Wanted(a) ───────────────►                 which lets go of step 0: its slot may be filled again
+    Wanted(a) ───────────────►                 which releases step 0: its slot may be filled again
           ◄─────────────────── Ready(1) …
           ◄─────────────────── Failed          in place of the first step that cannot be had
 
 Its name is in Linux's abstract namespace ("@" stands for the zero byte), so no file is left behind.
 
-What runs in the loader process: one thread that hears readers, reads samples and fills slots.
-
-It sleeps in one `select` on everything that can happen, and works while a step is due; the stream that is furthest
-behind comes first.
+In the loader process, one thread answers readers, reads samples and fills slots. It sleeps in one `select` on
+everything that can happen, and works while a step is due; the stream that is furthest behind comes first.
 """
 
 from __future__ import annotations
@@ -33,13 +29,12 @@ from dataclasses import dataclass, field
 
 from phalanx.core.errors import UserError
 from phalanx.data.samples import Arrays
-from phalanx.data.sharing.slots import DisagreementError, Ring, WriterSlot, fields_of
+from phalanx.data.sharing.slots import DisagreementError, SlotRing, WriterSlot, fields_of
 from phalanx.ipc import local_socket
 from phalanx.ipc.codec import BadMessageError, PacketDecoder
 from phalanx.ipc.local_socket import same_user
 
 VERSION = 1
-
 MAX_AHEAD = 128
 
 
@@ -60,7 +55,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The reader will read samples ``start..start+count`` as step `step`, and lets go of step ``step - ahead``."""
+    """The reader will read samples ``start..start+count`` as step `step`, and releases step ``step - ahead``."""
 
     step: int
     start: int
@@ -87,7 +82,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """No step comes any more. `problem` and what follows are those of a `UserError`; else `problem` is all there is."""
+    """No step comes any more; of a `UserError` with its fields, else `problem` alone."""
 
     user_error: bool
     problem: str
@@ -102,7 +97,7 @@ _DECODER = PacketDecoder(Hello, Wanted, Welcome, Ready, Failed)
 
 
 def failed_with(error: BaseException) -> Failed:
-    """`error` as it travels to the readers."""
+    """The message for `error`."""
     if isinstance(error, UserError):
         return Failed(True, error.problem, error.cure, error.field, str(error))
     return Failed(False, f"{type(error).__name__}: {error}")
@@ -133,11 +128,7 @@ def listen() -> tuple[str, socket.socket]:
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to the loader at `address`.
-
-    Raises:
-        HostLoaderError: nobody listens there, or somebody else's process does.
-    """
+    """A connection to the loader at `address`; HostLoaderError: none listens there, or one of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(_abstract(address))
@@ -159,9 +150,8 @@ Read = Callable[[int, int], Arrays]
 
 
 def serve(listener: socket.socket, read: Read, readers: Mapping[int, int], life_fd: int) -> None:
-    """Give the readers that connect to `listener` their batches, until the other end of `life_fd` is closed.
-
-    Streams that are open then are still served to their end.
+    """Serve batches to the readers that connect to `listener`, until the other end of `life_fd` is closed; streams that
+    are open then are served to their end.
 
     Args:
         listener: where readers connect.
@@ -176,13 +166,12 @@ def serve(listener: socket.socket, read: Read, readers: Mapping[int, int], life_
 class _Shared:
     """A ring with its memory. `failure`: why no more is written into it."""
 
-    ring: Ring
+    ring: SlotRing
     slots: list[WriterSlot]
     ready: dict[int, Ready] = field(default_factory=dict)
     failure: Failed | None = None
 
     def fill(self, read: Read) -> Ready:
-        """Read the step that is due into its slot."""
         due = self.ring.due()
         assert due is not None
         step, start, count = due
@@ -199,13 +188,7 @@ class _Shared:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is a step to be written."""
         return self.failure is None and self.ring.due() is not None
-
-    def close(self) -> None:
-        """Give the memory back."""
-        for slot in self.slots:
-            slot.close()
 
 
 @dataclass
@@ -259,22 +242,27 @@ class _Server:
                 self._drop(reader)
             elif isinstance(message, Hello):
                 self._open(reader, message)
-            elif isinstance(message, Wanted):
-                self._want(reader, message)
+            elif isinstance(message, Wanted) and reader.shared is not None:
+                # A reader without a ring was refused, and has not read that yet.
+                shared = reader.shared
+                if shared.ring.want(reader.number, message.step, message.start, message.count):
+                    self._send(reader, shared.ready[message.step % shared.ring.ahead])
+                elif shared.failure is not None:
+                    self._send(reader, shared.failure)
         except OSError:
             self._drop(reader)
         except (BadMessageError, DisagreementError) as error:
-            self._tell(reader, Failed(False, str(error)))
+            self._send(reader, Failed(False, str(error)))
 
     def _open(self, reader: _Reader, hello: Hello) -> None:
         if hello.version != VERSION or not 1 <= hello.ahead <= MAX_AHEAD:
             raise DisagreementError(f"the reader is of another version of this program: {hello}")
         shared = self._rings.get((hello.number, hello.index)) or self._new_ring(hello)
         if (hello.ranks, hello.ahead) != (shared.ring.ranks, shared.ring.ahead):
-            asked = (
-                f"ranks={hello.ranks}, ahead={hello.ahead} here, ranks={shared.ring.ranks}, ahead={shared.ring.ahead}"
-            )
-            raise DisagreementError(f"ranks that share batches open stream {hello.number} with {asked} elsewhere")
+            here = f"ranks={hello.ranks}, ahead={hello.ahead} here"
+            elsewhere = f"ranks={shared.ring.ranks}, ahead={shared.ring.ahead} elsewhere"
+            who = f"ranks that share batches open stream {hello.number}"
+            raise DisagreementError(f"{who} with {here}, {elsewhere}")
         shared.ring.join(reader.number)
         reader.shared = shared
         local_socket.send(reader.connection, Welcome(os.getpid()), [slot.reading for slot in shared.slots])
@@ -285,34 +273,25 @@ class _Server:
             raise DisagreementError(
                 f"the loader was told of data-parallel indices {known} on this host, not {hello.index}"
             )
-        ring = Ring(hello.index, hello.ranks, hello.ahead, self._expected[hello.index])
+        ring = SlotRing(hello.index, hello.ranks, hello.ahead, self._expected[hello.index])
         name = f"phalanx batches {hello.index}"
         shared = _Shared(ring, [WriterSlot(f"{name} slot {slot}") for slot in range(hello.ahead)])
         self._rings[hello.number, hello.index] = shared
         return shared
 
-    def _want(self, reader: _Reader, wanted: Wanted) -> None:
-        shared = reader.shared
-        if shared is None:  # it was refused, and has not read so yet
-            return
-        if shared.ring.want(reader.number, wanted.step, wanted.start, wanted.count):
-            self._tell(reader, shared.ready[wanted.step % shared.ring.ahead])
-        elif shared.failure is not None:
-            self._tell(reader, shared.failure)
-
     def _write(self, shared: _Shared) -> None:
-        """Fill the next slot of a ring, if what has just been heard has not put an end to it."""
+        """Fill the next slot of a ring, unless a message that has just come made it superfluous."""
         if not shared.is_due:
             return
         step = shared.ring.written
         try:
-            told: Ready | Failed = shared.fill(self._read)
+            answer: Ready | Failed = shared.fill(self._read)
         except Exception as error:
-            told = shared.failure = failed_with(error)
+            answer = shared.failure = failed_with(error)
         for number in shared.ring.wanting(step):
-            self._tell(self._readers[number], told)
+            self._send(self._readers[number], answer)
 
-    def _tell(self, reader: _Reader, message: Ready | Failed) -> None:
+    def _send(self, reader: _Reader, message: Ready | Failed) -> None:
         try:
             local_socket.send(reader.connection, message)
         except OSError:
@@ -329,5 +308,6 @@ class _Server:
             return
         shared.ring.leave(reader.number)
         if shared.ring.is_over:
-            shared.close()
+            for slot in shared.slots:
+                slot.close()
             self._rings = {key: other for key, other in self._rings.items() if other is not shared}

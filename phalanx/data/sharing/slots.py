@@ -1,16 +1,12 @@
-"""Which step is to be written next into a ring of slots, and who may read it. Pure; knows no memory and no sockets.
+"""A ring of slots in shared memory: which step is written next, which readers use it (pure), and the arrays in a slot.
 
-A batch's arrays in shared memory: where each lies, and the memory itself.
-
-A slot is a memfd, memory that has no name: it is handed over a socket, and gone when the last process that has it is.
-It grows with the batch; it is never made smaller, so that no reader's map can lose its ground (sealed).
+A slot is a segment of `phalanx.ipc.shared_memory`.
 
 Shape letters: B samples, S positions, L = S + 1 tokens.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import os
@@ -23,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.samples import Arrays
+from phalanx.ipc.shared_memory import Segment
 
 
 class DisagreementError(ValueError):
@@ -30,38 +27,28 @@ class DisagreementError(ValueError):
 
 
 @dataclass
-class Ring:
+class SlotRing:
     """The slots of one stream of one data-parallel index, and the readers that share them.
 
-    A reader that wants step s has let go of step ``s - ahead``, which had the same slot. So step s is written as soon
-    as somebody wants it and everybody who will ever read this ring has let go of what lies there; those are `expected`
+    A reader that wants step s has released step ``s - ahead``, which had the same slot. So step s is written as soon as
+    one reader wants it and all that will ever read this ring have released what lies there; those are `expected`
     readers, also while some of them have not come yet. A reader that has left holds nothing any more.
-
-    Attributes:
-        index: the data-parallel rank whose samples these are, among `ranks`.
-        ahead: slots.
-        expected: readers that this host has for `index`.
-        written: steps that have been written.
     """
 
-    index: int
+    index: int  # the data-parallel rank whose samples these are, among `ranks`
     ranks: int
-    ahead: int
-    expected: int
-    written: int = 0
+    ahead: int  # slots
+    expected: int  # readers that this host has for `index`
+    written: int = 0  # steps
     _joined: int = 0
     _wanted: dict[int, int] = field(default_factory=dict)
     _plan: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def join(self, reader: int) -> None:
-        """`reader` shares this ring from now on.
-
-        Raises:
-            DisagreementError: more readers come than are expected.
-        """
+        """`reader` shares this ring from now on; DisagreementError: more readers come than are expected."""
         if self._joined == self.expected:
-            told = f"the loader was told of {self.expected} readers of data-parallel index {self.index} on this host"
-            raise DisagreementError(f"{told}, and one more came")
+            known = f"the loader was told of {self.expected} readers of data-parallel index {self.index} on this host"
+            raise DisagreementError(f"{known}, and one more came")
         self._joined += 1
         self._wanted[reader] = 0
 
@@ -76,10 +63,7 @@ class Ring:
 
     def want(self, reader: int, step: int, start: int, count: int) -> bool:
         """`reader` wants samples ``start..start+count`` as `step`; returns whether they have been written already.
-
-        Raises:
-            DisagreementError: another reader wanted other samples as this step.
-        """
+        DisagreementError: another reader wanted other samples as this step."""
         if step != self._wanted[reader]:
             raise DisagreementError(f"step {step} was asked for, step {self._wanted[reader]} was expected")
         asked = self._plan.setdefault(step, (start, count))
@@ -95,8 +79,8 @@ class Ring:
         step = self.written
         if not self.wanting(step):
             return None
-        everybody = self._joined == self.expected and all(wanted > step for wanted in self._wanted.values())
-        return (step, *self._plan[step]) if step < self.ahead or everybody else None
+        all_released = self._joined == self.expected and all(wanted > step for wanted in self._wanted.values())
+        return (step, *self._plan[step]) if step < self.ahead or all_released else None
 
     def wanting(self, step: int) -> list[int]:
         """The readers that have asked for `step`, and have not left."""
@@ -133,41 +117,15 @@ def fields_of(rows: int, length: int, *, documents: bool) -> tuple[list[Field], 
     return fields, end
 
 
-class WriterSlot:
-    """The loader's side of a slot. `descriptor` can read and write, `reading` only read: that one is handed out."""
-
-    def __init__(self, name: str) -> None:
-        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self.reading = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        self._memory: mmap.mmap | None = None
+class WriterSlot(Segment):
+    """The loader's side of a slot, which grows with the batch."""
 
     def write(self, fields: Sequence[Field], size_bytes: int, arrays: Arrays) -> None:
-        """Put `arrays` where `fields` say.
-
-        Raises:
-            OSError: the memory cannot be had.
-        """
-        memory = self._map(size_bytes)
+        """Put `arrays` where `fields` say; OSError: there is not enough memory."""
+        memory = self.grow(size_bytes)
         present = [array for array in arrays if array is not None]
         for described, array in zip(fields, present, strict=True):
             np.copyto(_view(memory, described), array, casting="no")
-
-    def close(self) -> None:
-        """Give the memory back; readers that have it keep it."""
-        if self._memory is not None:
-            self._memory.close()
-        os.close(self.reading)
-        os.close(self.descriptor)
-
-    def _map(self, size_bytes: int) -> mmap.mmap:
-        if self._memory is None or len(self._memory) < size_bytes:
-            # all of it now: memory that is missing is an error here, and would be a SIGBUS in the middle of a copy
-            os.posix_fallocate(self.descriptor, 0, size_bytes)
-            if self._memory is not None:
-                self._memory.close()
-            self._memory = mmap.mmap(self.descriptor, size_bytes)
-        return self._memory
 
 
 class ReaderSlot:
@@ -187,12 +145,12 @@ class ReaderSlot:
         return Arrays(tokens_BL, weights_BS, documents[0] if documents else None)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close it."""
         if self._memory is not None:
             self._memory.close()
         os.close(self._descriptor)
 
 
-def _view(memory: mmap.mmap, field: Field) -> NDArray[Any]:
+def _view(memory: mmap.mmap | memoryview, field: Field) -> NDArray[Any]:
     count = math.prod(field.shape)
     return np.frombuffer(memory, field.dtype, count, field.offset_bytes).reshape(field.shape)

@@ -9,9 +9,9 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
-from phalanx.data.sources.input_files import Part, parquet_rows
+from phalanx.data.sources.input_files import FilePart, parquet_rows
 from phalanx.data.sources.text_reader import (
-    Piece,
+    TextPiece,
     Utf8,
     bad_byte,
     damage_of,
@@ -24,7 +24,7 @@ from phalanx.data.sources.text_reader import (
     usable_bytes,
 )
 
-Reader = Callable[[SourceConfig, Part], Iterator[Piece]]
+Reader = Callable[[SourceConfig, FilePart], Iterator[TextPiece]]
 Refuse = Callable[[str, str], UserError]  # a problem and its cure
 _BYTE_ORDER_MARK = "\ufeff"
 """At the beginning of files that some editors write; JSON's RFC 8259 lets readers pass over it."""
@@ -33,12 +33,12 @@ _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_pieces(source: SourceConfig, part: Part) -> Iterator[Piece]:
+def read_pieces(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
     """The text of `part`; a document that is left out is a piece without text whose name says so."""
     return READERS[source.kind](source, part)
 
 
-def _read_files(source: SourceConfig, part: Part) -> Iterator[Piece]:
+def _read_files(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
     if source.utf8_policy == "skip" and not is_utf8(part.path):
         yield skipped(part.name)
         return
@@ -47,11 +47,11 @@ def _read_files(source: SourceConfig, part: Part) -> Iterator[Piece]:
     whole = part.end == part.file_size
     with open_bytes(part.path) as file:
         for text in text_pieces(file, part.begin, None if whole else part.end, check):
-            yield Piece(name, text)
+            yield TextPiece(name, text)
             name = None
 
 
-def _read_text(source: SourceConfig, part: Part) -> Iterator[Piece]:
+def _read_text(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
     if not source.document_separator:
         yield from _read_files(source, part)
         return
@@ -60,10 +60,10 @@ def _read_text(source: SourceConfig, part: Part) -> Iterator[Piece]:
     end = None if part.end == part.file_size else part.end
     with open_bytes(part.path) as file:
         for start, is_first, text in separated_pieces(file, part.begin, end, separator, check):
-            yield Piece(f"{part.name}:{start}" if is_first else None, text)
+            yield TextPiece(f"{part.name}:{start}" if is_first else None, text)
 
 
-def _read_lines(source: SourceConfig, part: Part) -> Iterator[Piece]:
+def _read_lines(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
     """JSON lines that start in the part's range; the last is read to its end."""
     end = None if part.end == part.file_size else part.end
     usable, why = usable_bytes(part.path) if source.bad_utf8 == "skip" and is_packed(part.path) else (0, "")
@@ -84,7 +84,7 @@ def _read_lines(source: SourceConfig, part: Part) -> Iterator[Piece]:
             place += len(line)
 
 
-def _line(source: SourceConfig, part: Part, place: int, line: bytes) -> Iterator[Piece]:
+def _line(source: SourceConfig, part: FilePart, place: int, line: bytes) -> Iterator[TextPiece]:
     name = f"{part.name}:{place}"
     try:
         text = line.decode("utf-8", "replace" if source.bad_utf8 == "replace" else "strict")
@@ -131,7 +131,7 @@ def _fields(source: SourceConfig) -> list[str]:
     return [source.prompt_field, source.field] if source.prompt_field else [source.field]
 
 
-def _record(source: SourceConfig, name: str, record: dict[str, Any], refuse: Refuse) -> Iterator[Piece]:
+def _record(source: SourceConfig, name: str, record: dict[str, Any], refuse: Refuse) -> Iterator[TextPiece]:
     """The pieces of one record: the prompt, which is not trained on, and the text."""
     fields = _fields(source)
     wrong = [field for field in fields if not isinstance(record.get(field), str)]
@@ -147,7 +147,7 @@ def _record(source: SourceConfig, name: str, record: dict[str, Any], refuse: Ref
     title: str | None = name
     for field in fields:
         for text in split_text(record[field]):
-            yield Piece(title, text, trained=field == source.field)
+            yield TextPiece(title, text, trained=field == source.field)
             title = None
 
 
@@ -164,7 +164,7 @@ def _bad_line(path: str, place: int, problem: str, cure: str) -> UserError:
     return UserError(f"line {number}: {problem}", cure=cure, value=path)
 
 
-def _read_table(source: SourceConfig, part: Part) -> Iterator[Piece]:
+def _read_table(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
     for row, record in parquet_rows(part.path, part.begin, part.end, _fields(source)):
 
         def refuse(problem: str, cure: str, row: int = row) -> UserError:
@@ -173,12 +173,12 @@ def _read_table(source: SourceConfig, part: Part) -> Iterator[Piece]:
         yield from _record(source, f"{part.name}:{row}", record, refuse)
 
 
-def skipped(name: str) -> Piece:
+def skipped(name: str) -> TextPiece:
     """The piece that stands for a document that was left out."""
-    return Piece(f"\0{name}", "")
+    return TextPiece(f"\0{name}", "")
 
 
-def was_skipped(piece: Piece) -> str | None:
+def was_skipped(piece: TextPiece) -> str | None:
     """The name of the document that was left out, or None."""
     return piece.name[1:] if piece.name is not None and piece.name.startswith("\0") else None
 

@@ -1,10 +1,6 @@
 """Which files a source is made of, how they are cut into units of work, and which documents are held out.
 
-Parquet sources, through pyarrow (an optional package).
-
-Which files a source is made of, and how they are cut into units of work.
-
-Which documents are held out: a rule that knows nothing but their names.
+Parquet is read through pyarrow, an optional package.
 """
 
 from __future__ import annotations
@@ -16,34 +12,20 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.data.config import SourceConfig
+from phalanx.data.config import SourceConfig, Split
 from phalanx.data.shuffle import derive_key
 from phalanx.data.sources.text_reader import cut_after, is_packed
 
 ROWS = 256
 
 
-def cut_row_groups(path: str, target_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a Parquet file into runs ``(first row group, end, bytes)`` of about `target_bytes`."""
-    metadata = open_parquet(path).metadata
-    begin, size = 0, 0
-    for group in range(metadata.num_row_groups):
-        size += metadata.row_group(group).total_byte_size
-        if size >= target_bytes or group + 1 == metadata.num_row_groups:
-            yield begin, group + 1, size
-            begin, size = group + 1, 0
-
-
-def open_parquet(path: str) -> Any:
-    """A `pyarrow.parquet.ParquetFile`.
-
-    Raises:
-        UserError: pyarrow is not installed, or the file is no Parquet.
-    """
+def _open_parquet(path: str) -> Any:
+    """A `pyarrow.parquet.ParquetFile`; UserError: pyarrow is not installed, or the file is not Parquet."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:
@@ -58,14 +40,9 @@ def open_parquet(path: str) -> Any:
 def parquet_rows(
     path: str, begin_group: int, end_group: int, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield ``(row number in the file, {column: value})`` of some row groups, a few rows in memory at a time.
-
-    A column that is not in the file is left out of the rows.
-
-    Raises:
-        UserError: the file is damaged, or a text in it is not UTF-8.
-    """
-    file = open_parquet(path)
+    """Yield ``(row number in the file, {column: value})`` of some row groups, a few rows in memory at a time, without
+    columns that are not in the file. UserError: it is damaged, or a text in it is not UTF-8."""
+    file = _open_parquet(path)
     row = sum(file.metadata.row_group(group).num_rows for group in range(begin_group))
     there = [column for column in columns if column in file.schema_arrow.names]
     groups = list(range(begin_group, end_group))
@@ -84,7 +61,6 @@ def parquet_rows(
             row += 1
 
 
-Split = Literal["train", "validation"]
 MIN_UNIT_BYTES = 1 << 20
 MAX_UNIT_BYTES = 256 << 20
 UNITS = 64
@@ -101,8 +77,8 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The documents of one file that start in ``[begin, end)`` (bytes; rows groups for Parquet).
+class FilePart:
+    """The documents of one file that start in ``[begin, end)`` (bytes; row groups for Parquet).
 
     `split` is set where a part belongs to one split as a whole. `fresh` says whether the first byte starts a document
     (a plain text file is one document, and may be cut into several parts).
@@ -120,10 +96,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Unit:
+class WorkUnit:
     """What one worker does at a time, and what one shard holds."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -133,16 +109,15 @@ class Unit:
     @property
     def signature(self) -> str:
         """A hash of what is read, by names and sizes: it names the unit's files."""
-        return digest(f"{p.name}\0{p.begin}\0{p.end}\0{p.file_size}\0{p.split}" for p in self.parts)[:20]
+        return _digest(f"{p.name}\0{p.begin}\0{p.end}\0{p.file_size}\0{p.split}" for p in self.parts)[:20]
 
     @property
     def times(self) -> str:
         """A hash of the files' places and times of change."""
-        return digest(f"{p.path}\0{p.mtime_ns}" for p in self.parts)
+        return _digest(f"{p.path}\0{p.mtime_ns}" for p in self.parts)
 
 
-def digest(lines: Iterable[str]) -> str:
-    """BLAKE2b of lines of text, in hexadecimal."""
+def _digest(lines: Iterable[str]) -> str:
     result = hashlib.blake2b(digest_size=16)
     for line in lines:
         result.update(line.encode("utf-8", "surrogateescape") + b"\n")
@@ -150,11 +125,7 @@ def digest(lines: Iterable[str]) -> str:
 
 
 def list_files(source: SourceConfig) -> list[InputFile]:
-    """Every input file of `source`, in order of name, without those that are empty.
-
-    Raises:
-        UserError: a path or pattern that matches nothing, or nothing but empty files.
-    """
+    """Every input file of `source`, in order of name, without those that are empty; UserError: there is none."""
     if source.kind == "python-stdlib":
         found = dict(_standard_library(source.include_tests))
     else:
@@ -163,7 +134,11 @@ def list_files(source: SourceConfig) -> list[InputFile]:
             found.update((name, path) for path, name in _matches(pattern, source))
     files = []
     for name in sorted(found):
-        status = _stat(found[name])
+        try:
+            status = found[name].stat()
+        except OSError as error:
+            problem, cure = f"cannot be read ({error.strerror})", "check the file and its rights"
+            raise UserError(problem, cure=cure, field="data.sources.path", value=str(found[name])) from None
         if status.st_size:
             files.append(InputFile(str(found[name]), name, status.st_size, status.st_mtime_ns))
     if not files:
@@ -178,35 +153,43 @@ def list_files(source: SourceConfig) -> list[InputFile]:
 
 def listing_digest(files: Iterable[InputFile]) -> str:
     """A hash by which a later run sees, without reading them, that the inputs are the same."""
-    return digest(f"{f.path}\0{f.name}\0{f.size}\0{f.mtime_ns}" for f in files)
+    return _digest(f"{f.path}\0{f.name}\0{f.size}\0{f.mtime_ns}" for f in files)
 
 
-def plan_units(source: SourceConfig, files: list[InputFile], tail: float) -> list[Unit]:
+def plan_units(source: SourceConfig, files: list[InputFile], tail: float) -> list[WorkUnit]:
     """Cut the files into units of similar size; small files share a unit, large ones are cut where that is safe.
 
     The cut depends on the files alone, never on the number of workers. `tail` is the share at the end of every file
     that is held out (0: none).
     """
     target = min(max(sum(f.size for f in files) // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
-    units: list[Unit] = []
-    group: list[Part] = []
+    units: list[WorkUnit] = []
+    group: list[FilePart] = []
     for part in (part for file in files for part in _parts(source, file, target, tail)):
         if group and sum(p.num_bytes for p in group) + part.num_bytes > target:
-            units.append(Unit(tuple(group)))
+            units.append(WorkUnit(tuple(group)))
             group = []
         group.append(part)
-    return [*units, Unit(tuple(group))]
+    return [*units, WorkUnit(tuple(group))]
 
 
-def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> Iterator[Part]:
-    whole = Part(file.path, file.name, 0, file.size, file.size, file.size, file.mtime_ns)
+def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> Iterator[FilePart]:
+    whole = FilePart(file.path, file.name, 0, file.size, file.size, file.size, file.mtime_ns)
     if source.kind == "parquet":
-        yield from (replace(whole, begin=a, end=b, num_bytes=size) for a, b, size in cut_row_groups(file.path, target))
+        metadata = _open_parquet(file.path).metadata
+        begin, size = 0, 0
+        for group in range(metadata.num_row_groups):
+            size += metadata.row_group(group).total_byte_size
+            if size >= target or group + 1 == metadata.num_row_groups:
+                yield replace(whole, begin=begin, end=group + 1, num_bytes=size)
+                begin, size = group + 1, 0
     elif source.kind == "text" and tail:
-        _refuse_packed(file.path)
+        if is_packed(file.path):
+            problem, field = "cannot hold out the tail of a packed file", "data.validation_split"
+            raise UserError(problem, cure="unpack it first", field=field, value=file.path)
         border = cut_after(file.path, round(file.size * (1 - tail)), words=False)
-        yield from _ranges(replace(whole, end=border, split="train"), target, _text_cut)
-        yield from _ranges(replace(whole, begin=border, split="validation"), target, _text_cut)
+        yield from _ranges(replace(whole, end=border, split="train"), target, _between_words)
+        yield from _ranges(replace(whole, begin=border, split="validation"), target, _between_words)
     elif is_packed(file.path) or source.utf8_policy == "skip":
         yield whole
     elif source.kind == "jsonl" or (source.document_separator and not _overlaps_itself(source.document_separator)):
@@ -214,10 +197,13 @@ def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> I
     elif source.document_separator:
         yield whole
     else:
-        yield from _ranges(whole, target, _text_cut)
+        yield from _ranges(whole, target, _between_words)
 
 
-def _ranges(part: Part, target: int, cut: Callable[[str, int], int]) -> Iterator[Part]:
+_between_words = partial(cut_after, words=True)
+
+
+def _ranges(part: FilePart, target: int, cut: Callable[[str, int], int]) -> Iterator[FilePart]:
     """Cut ``[begin, end)`` into about equal ranges of at most `target` bytes; those after the first are not fresh."""
     length = part.end - part.begin
     pieces = -(-length // target)
@@ -226,20 +212,6 @@ def _ranges(part: Part, target: int, cut: Callable[[str, int], int]) -> Iterator
         end = min(end, part.end)
         if begin < end:
             yield replace(part, begin=begin, end=end, num_bytes=end - begin, fresh=begin == part.begin)
-
-
-def _text_cut(path: str, place: int) -> int:
-    return cut_after(path, place, words=True)
-
-
-def _refuse_packed(path: str) -> None:
-    if is_packed(path):
-        raise UserError(
-            "cannot hold out the tail of a packed file",
-            cure="unpack it first",
-            field="data.validation_split",
-            value=path,
-        )
 
 
 def _overlaps_itself(separator: str) -> bool:
@@ -299,26 +271,14 @@ def _standard_library(include_tests: bool) -> Iterator[tuple[str, Path]]:
                 yield path.relative_to(root).as_posix(), path
 
 
-def _stat(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except OSError as error:
-        raise UserError(
-            f"cannot be read ({error.strerror})",
-            cure="check the file and its rights",
-            field="data.sources.path",
-            value=str(path),
-        ) from None
-
-
 @dataclass(frozen=True)
-class Rule:
+class HoldOutRule:
     """Which split a document belongs to: held out with probability `held_out`, by a keyed hash of its name."""
 
     held_out: float
     seed: int
 
-    def split(self, name: str, part: Part) -> Split:
+    def split(self, name: str, part: FilePart) -> Split:
         """The split of the document called `name` (unless its whole part belongs to one)."""
         if part.split is not None:
             return part.split

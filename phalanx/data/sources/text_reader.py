@@ -27,7 +27,7 @@ _CUT = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 Policy = Literal["error", "replace", "skip"]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Some text of a document, in order. `name` is given on the first piece of a document and None on the others."""
 
     name: str | None
@@ -45,11 +45,8 @@ class DamagedFileError(UserError):
 
 
 def open_bytes(path: str, most_bytes: int | None = None) -> BinaryIO:
-    """Open a plain, gzip or Zstandard file for reading; a packed one from its start on only.
-
-    Args:
-        path: of the file.
-        most_bytes: of a packed one only so much, unpacked; None: all.
+    """Open a plain, gzip or Zstandard file for reading; a packed one only from its start on, and up to `most_bytes`
+    when unpacked.
 
     Raises:
         UserError: it cannot be opened, or the package for Zstandard is not installed.
@@ -136,7 +133,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _BadZstandardError(Exception):
-    """What the optional package says, whose own error cannot be named without importing it."""
+    """The error of the optional package, which cannot be named without importing it."""
 
 
 _DAMAGES = (OSError, zlib.error, _BadZstandardError)
@@ -153,7 +150,7 @@ def _blocks(path: str, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 
 def _gzip_blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Members are followed here: Python's reader does not tell where they end. Zeros between them are padding."""
+    """Members are followed here: Python's reader does not say where they end. Zeros between them are padding."""
     member, is_first = None, True
     while packed := file.read(_PACKED_BYTES):
         while packed := packed if member is not None or is_first else packed.lstrip(b"\0"):
@@ -190,17 +187,12 @@ def _zstandard_blocks(file: BinaryIO, path: str) -> Iterator[tuple[bytes, bool]]
 
 
 def open_raw(path: str) -> BinaryIO:
-    """Open a file's bytes as they lie on disk.
-
-    Raises:
-        UserError: it cannot be opened.
-    """
+    """Open a file's bytes as they lie on disk; UserError: it cannot be opened."""
     try:
         return Path(path).open("rb")
     except OSError as error:
-        raise UserError(
-            f"cannot be opened ({error.strerror})", cure="check the file and its rights", value=path
-        ) from None
+        problem, cure = f"cannot be opened ({error.strerror})", "check the file and its rights"
+        raise UserError(problem, cure=cure, value=path) from None
 
 
 def cut_after(path: str, place: int, *, words: bool) -> int:
@@ -209,7 +201,12 @@ def cut_after(path: str, place: int, *, words: bool) -> int:
         file.seek(place)
         window = file.read(SEARCH_BYTES)
     found = _CUT.search(window) if words else None
-    return place + (found.end() if found else _first_character(window))
+    if found:
+        return place + found.end()
+    count = 0  # of bytes that belong to a character that began before the window
+    while count < min(3, len(window)) and 0x80 <= window[count] < 0xC0:
+        count += 1
+    return place + count
 
 
 def text_pieces(file: BinaryIO, begin: int, end: int | None, check: Utf8) -> Iterator[str]:
@@ -271,11 +268,8 @@ class Utf8:
         self.policy = policy
 
     def decode(self, block: bytes, place: int) -> str:
-        """`block`, which lies at byte `place` of the file, as text.
-
-        Raises:
-            UserError: it is not UTF-8 and the policy is not to replace.
-        """
+        """`block`, which lies at byte `place` of the file, as text; UserError: it is not UTF-8, and not to be
+        replaced."""
         try:
             return block.decode("utf-8", "replace" if self.policy == "replace" else "strict")
         except UnicodeDecodeError as error:
@@ -336,11 +330,3 @@ def _last_character(block: bytes) -> int:
             needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
             return len(block) if back >= needed else len(block) - back
     return len(block)
-
-
-def _first_character(window: bytes) -> int:
-    """How many bytes at the start of `window` belong to a character that began before it."""
-    count = 0
-    while count < min(3, len(window)) and 0x80 <= window[count] < 0xC0:
-        count += 1
-    return count

@@ -1,14 +1,13 @@
-"""Training a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) with the package `tokenizers`.
+"""Making a tokenizer of the sources: the alphabet of all the text, or a byte-level BPE (Sennrich et al. 2016).
 
-Making a tokenizer of the sources: the alphabet of all the text, or a BPE, trained in a process of its own.
-
-The package `tokenizers` trains in native code that no signal interrupts: for minutes, with much text. A process of its
-own can be ended at once, and has written nothing then. Started as ``python -m phalanx.data.tokenizers.bpe_training
-PID``, it gets the config as a line of JSON and answers with one.
+The package `tokenizers` trains a BPE in native code that no signal interrupts: for minutes, with much text. A process
+of its own can be ended at once, and has written nothing then. Started as ``python -m
+phalanx.data.tokenizers.bpe_training PID``, it gets the config as a line of JSON and answers with one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.shuffle import Permutation, derive_key
 from phalanx.data.sources.documents import read_pieces, was_skipped
-from phalanx.data.sources.input_files import Rule, Unit, list_files, plan_units
+from phalanx.data.sources.input_files import HoldOutRule, WorkUnit, list_files, plan_units
 from phalanx.data.tokenizers.tokenizer import END_OF_TEXT
 from phalanx.ipc.processes import die_with_parent, start_helper
 
@@ -32,13 +31,8 @@ _GPT4 = (
 
 
 def train_bpe(texts: Iterator[str], config: TokenizerConfig) -> str:
-    """The ``tokenizer.json`` of a BPE with at most `config.vocab_size` ids: end-of-text, 256 bytes, then merges.
-
-    The result is the same for the same texts on every machine.
-
-    Raises:
-        UserError: there is no text.
-    """
+    """The ``tokenizer.json`` of a BPE with at most `config.vocab_size` ids: end-of-text, 256 bytes (as in GPT-2), then
+    merges; the same for the same texts on every machine. UserError: there is no text."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=config.pattern == "gpt2")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,14 +51,9 @@ def train_bpe(texts: Iterator[str], config: TokenizerConfig) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_chain(first, texts), trainer)
+    tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
     content: str = tokenizer.to_str()
     return content
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 MIN_SAMPLE_BYTES = 1 << 18
@@ -83,10 +72,10 @@ def _make_bpe(config: DataConfig, sources: list[SourceConfig]) -> str:
     if not answer:
         cure = "look above for its last words; -9 is often too little memory: lower data.tokenizer.training_bytes"
         raise UserError(f"the process that trains the tokenizer ended with code {process.returncode}", cure=cure)
-    told = json.loads(answer)
-    if "problem" in told:
-        raise UserError(**told["problem"])
-    content: str = told["content"]
+    message = json.loads(answer)
+    if "problem" in message:
+        raise UserError(**message["problem"])
+    content: str = message["content"]
     return content
 
 
@@ -116,7 +105,7 @@ def training_texts(config: DataConfig, sources: list[SourceConfig]) -> Iterator[
     tail = config.held_out if config.validation_split == "tail" else 0.0
     units = [(source, unit) for source in sources for unit in plan_units(source, list_files(source), tail)]
     share = max(config.tokenizer.training_bytes // len(units), MIN_SAMPLE_BYTES)
-    rule = Rule(config.held_out, config.validation_seed)
+    rule = HoldOutRule(config.held_out, config.validation_seed)
     left = config.tokenizer.training_bytes
     for number in Permutation(derive_key("tokenizer"), len(units))(np.arange(len(units))).tolist():
         source, unit = units[number]
@@ -127,7 +116,7 @@ def training_texts(config: DataConfig, sources: list[SourceConfig]) -> Iterator[
                 return
 
 
-def _texts(source: SourceConfig, unit: Unit, rule: Rule | None, limit: int) -> Iterator[str]:
+def _texts(source: SourceConfig, unit: WorkUnit, rule: HoldOutRule | None, limit: int) -> Iterator[str]:
     """The text of a unit, the training split's alone when there is a `rule`, up to `limit` bytes (0: all)."""
     size = 0
     for part in unit.parts:
@@ -154,10 +143,10 @@ def main() -> None:
     """Train the BPE of the config that stdin gives, and write it to stdout."""
     die_with_parent(int(sys.argv[1]))
     try:
-        told: dict[str, object] = {"content": _train_here(DataConfig.model_validate_json(sys.stdin.readline()))}
+        answer: dict[str, object] = {"content": _train_here(DataConfig.model_validate_json(sys.stdin.readline()))}
     except UserError as error:
-        told = {"problem": {"problem": str(error).removesuffix(f"; {error.cure}"), "cure": error.cure}}
-    sys.stdout.write(json.dumps(told))
+        answer = {"problem": {"problem": str(error).removesuffix(f"; {error.cure}"), "cure": error.cure}}
+    sys.stdout.write(json.dumps(answer))
 
 
 if __name__ == "__main__":

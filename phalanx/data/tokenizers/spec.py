@@ -1,8 +1,6 @@
-"""Which tokenizer a config means: opened, or trained once and kept beside the prepared tokens; and its copy in a run.
+"""Which tokenizer a config means: opened, or made once from the sources and kept beside the prepared tokens.
 
-A copy of the tokenizer inside a run folder, so that a run can be sampled from wherever it is moved to.
-
-Which tokenizer a config means: open it, or make it once from the sources and keep it beside the prepared tokens.
+A run folder has a copy of it, so that a run can be sampled from wherever it is moved to.
 """
 
 from __future__ import annotations
@@ -25,11 +23,8 @@ _SPEC = "tokenizer_spec.json"
 
 
 def save_tokenizer(config: DataConfig, folder: Path) -> None:
-    """Put what the config's tokenizer needs into `folder`; one of kind bpe or file as ``tokenizer.json``.
-
-    Raises:
-        UserError: the tokenizer has not been made yet.
-    """
+    """Put what the config's tokenizer needs into `folder`; one of kind bpe or file as ``tokenizer.json``. UserError: it
+    has not been made yet."""
     spec = find_spec(config)
     folder.mkdir(parents=True, exist_ok=True)
     if spec.path:
@@ -41,10 +36,7 @@ def save_tokenizer(config: DataConfig, folder: Path) -> None:
 
 def saved_tokenizer_config(folder: Path) -> TokenizerConfig | None:
     """Settings that mean the tokenizer in `folder` for other text; None where they cannot (kinds chars and none).
-
-    Raises:
-        UserError: there is none.
-    """
+    UserError: there is none."""
     spec = _read_spec(folder)
     if spec.kind == "bytes":
         return TokenizerConfig(kind="bytes", end_of_text=spec.end_of_text)
@@ -54,11 +46,7 @@ def saved_tokenizer_config(folder: Path) -> TokenizerConfig | None:
 
 
 def open_saved_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save_tokenizer` put into `folder`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The tokenizer that `save_tokenizer` put into `folder`; UserError: there is none."""
     spec = _read_spec(folder)
     try:
         return open_tokenizer(replace(spec, path=str(folder / spec.path)) if spec.path else spec)
@@ -78,9 +66,6 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
     return UserError(f"holds no readable tokenizer ({error})", cure=cure, value=str(folder))
 
 
-Say = Callable[[str], None]
-
-
 @dataclass(frozen=True)
 class TokenizerSpec:
     """What a worker needs to open the same tokenizer. `key` is a hash of all that decides the ids."""
@@ -95,38 +80,28 @@ class TokenizerSpec:
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     """The tokenizer of a spec."""
-    return _OPENERS[spec.kind](spec)
-
-
-def _open_file(spec: TokenizerSpec) -> Tokenizer:
-    return LibraryTokenizer(Path(spec.path).read_text(encoding="utf-8"), end_of_text=spec.end_of_text_token)
-
-
-def _open_chars(spec: TokenizerSpec) -> Tokenizer:
-    return CharTokenizer(Path(spec.path).read_text(encoding="utf-8"), end_of_text=spec.end_of_text)
-
-
-_OPENERS: dict[str, Callable[[TokenizerSpec], Tokenizer]] = {
-    "bytes": lambda spec: ByteTokenizer(end_of_text=spec.end_of_text),
-    "chars": _open_chars,
-    "bpe": _open_file,
-    "file": _open_file,
-    "none": lambda spec: IdTokenizer(spec.vocab_size),
-}
+    if spec.kind == "bytes":
+        return ByteTokenizer(end_of_text=spec.end_of_text)
+    if spec.kind == "none":
+        return IdTokenizer(spec.vocab_size)
+    content = Path(spec.path).read_text(encoding="utf-8")
+    if spec.kind == "chars":
+        return CharTokenizer(content, end_of_text=spec.end_of_text)
+    return LibraryTokenizer(content, end_of_text=spec.end_of_text_token)
 
 
 def find_spec(config: DataConfig) -> TokenizerSpec:
-    """The spec of the config's tokenizer, which must exist already.
-
-    Raises:
-        UserError: the file is missing, or the tokenizer has not been made yet.
-    """
+    """The spec of the config's tokenizer; UserError: its file is missing, or it has not been made yet."""
     tokenizer = config.tokenizer
     if tokenizer.kind == "bytes":
         return TokenizerSpec("bytes", f"bytes {tokenizer.end_of_text}", end_of_text=tokenizer.end_of_text)
     if tokenizer.kind == "none":
         return TokenizerSpec("none", f"none {tokenizer.vocab_size}", vocab_size=tokenizer.vocab_size)
-    path = _given_file(tokenizer) if tokenizer.kind == "file" else _made_file(config)
+    if tokenizer.kind == "file":
+        path = Path(tokenizer.path).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+    else:
+        path = _made_file(config)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -142,23 +117,23 @@ def find_spec(config: DataConfig) -> TokenizerSpec:
     return TokenizerSpec(tokenizer.kind, key, str(path), tokenizer.end_of_text, tokenizer.end_of_text_token)
 
 
-def make_spec(config: DataConfig, say: Say) -> TokenizerSpec:
+def make_spec(config: DataConfig, report: Callable[[str], None]) -> TokenizerSpec:
     """The spec of the config's tokenizer; one that is made of the sources is made if need be, or if they changed."""
     if config.tokenizer.kind in MAKERS:
         path = _made_file(config)
-        with folder_lock(path.parent, lambda: say("tokenizer: another process is making it, waiting")):
-            _make(config, path, say)
+        with folder_lock(path.parent, lambda: report("tokenizer: another process is making it, waiting")):
+            _make(config, path, report)
     return find_spec(config)
 
 
-def _make(config: DataConfig, path: Path, say: Say) -> None:
+def _make(config: DataConfig, path: Path, report: Callable[[str], None]) -> None:
     """Write the tokenizer's file unless it is there and the inputs are as they were. The lock is held."""
     sources = sources_of(config)
     listings = [listing_digest(list_files(source)) for source in sources]
     note = path.parent / "inputs.json"
     if path.exists() and note.exists() and json.loads(note.read_text()) == listings:
         return
-    say(f"tokenizer: making one of kind {config.tokenizer.kind!r}")
+    report(f"tokenizer: making one of kind {config.tokenizer.kind!r}")
     content = MAKERS[config.tokenizer.kind](config, sources)
     with friendly_os_errors(path.parent):
         note.unlink(missing_ok=True)
@@ -176,8 +151,3 @@ def _made_file(config: DataConfig) -> Path:
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=6).hexdigest()
     name = "characters.txt" if config.tokenizer.kind == "chars" else "tokenizer.json"
     return Path(config.folder) / f"tokenizer-{key}" / name
-
-
-def _given_file(config: TokenizerConfig) -> Path:
-    path = Path(config.path).expanduser()
-    return path / "tokenizer.json" if path.is_dir() else path

@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         """Token ids of several texts."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD, special tokens become nothing."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD, special tokens become nothing."""
 
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes that each id stands for, (V,); 0 for special tokens. Their sum over a text is its length."""
@@ -76,11 +76,7 @@ class CharTokenizer:
         self._points = _code_points(self.alphabet)
 
     def encode(self, text: str) -> list[int]:
-        """One id per character.
-
-        Raises:
-            UserError: a character that is not in the alphabet.
-        """
+        """One id per character; UserError: one is not in the alphabet."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
@@ -108,15 +104,8 @@ class CharTokenizer:
 
 
 class LibraryTokenizer:
-    """A ``tokenizer.json`` of the package `tokenizers`.
-
-    Args:
-        text: the content of the file.
-        end_of_text: the text of the end-of-text token; empty: the first of the usual names that it has.
-
-    Raises:
-        UserError: the file cannot be read, or has no token called `end_of_text`.
-    """
+    """A ``tokenizer.json`` of the package `tokenizers`, with the end-of-text token of that name (empty: the first of
+    the usual names that it has). UserError: the content cannot be read, or has no such token."""
 
     def __init__(self, text: str, *, end_of_text: str = "") -> None:
         try:
@@ -172,7 +161,7 @@ class LibraryTokenizer:
 
 
 class IdTokenizer:
-    """Stands in where there are only token files: ids below `vocab_size` that have no text."""
+    """For token files alone: ids below `vocab_size`, without text."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

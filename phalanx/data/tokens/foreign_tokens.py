@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
-from phalanx.data.config import SourceConfig
+from phalanx.data.config import SourceConfig, Split
 from phalanx.data.shuffle import Int64
-from phalanx.data.sources.input_files import InputFile, Split
+from phalanx.data.sources.input_files import InputFile
 from phalanx.data.tokens.prepared_corpus import PreparedSplit
-from phalanx.data.tokens.shards import Mapped, Shard, npy_writer
+from phalanx.data.tokens.shards import Mapped, TokenShard, npy_writer
 
 CHUNK = 1 << 22
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -33,7 +30,7 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 
 
 @dataclass(frozen=True)
-class TokenFile:
+class _TokenFile:
     """Ids of one file: `documents` are the positions at which documents begin, None where the file does not say."""
 
     path: Path
@@ -55,29 +52,35 @@ def token_splits(
         UserError: an id that the vocabulary has not, a file that is cut short or of another kind.
     """
     content = hashlib.blake2b(digest_size=16)
-    shards: dict[Split, list[tuple[Shard, int]]] = {"train": [], "validation": []}
+    shards: dict[Split, list[tuple[TokenShard, int]]] = {"train": [], "validation": []}
     has_validation = any(_is_nanogpt_validation(source, file) for file in files)
     for number, file in enumerate(f for f in files if not f.path.endswith(".idx")):
-        tokens = _OPENERS[source.kind](source, file)
+        tokens = _open_nanogpt(source, file) if source.kind == "nanogpt" else _open_megatron(file)
         starts = _scan(tokens, source, vocab_size, content)
-        shard = _shard(tokens, starts, folder / f"starts-{number}.npy")
+        place = folder / f"starts-{number}.npy" if len(starts) else None
+        if place is not None:
+            with npy_writer(place, np.int64) as writer:
+                writer.append(starts)
+        shard = TokenShard(tokens.path, tokens.dtype, 0, tokens.num_tokens, place, 0, len(starts))
         if held_out == 1.0 or _is_nanogpt_validation(source, file):
             border = 0
         elif has_validation or not held_out:
             border = tokens.num_tokens
         else:
-            border = _border(tokens.num_tokens, starts, held_out)
+            # At the document nearest to the wanted place, if documents are known.
+            border = round(tokens.num_tokens * (1 - held_out))
+            inner = starts[starts > 0]
+            if len(inner):
+                border = int(inner[np.abs(inner - border).argmin()])
         if border:
             shards["train"].append(_cut(shard, starts, 0, border))
         if border < tokens.num_tokens:
             shards["validation"].append(_cut(shard, starts, border, tokens.num_tokens))
-    splits = {
-        split: PreparedSplit(
-            sum(s.num_tokens for s, _ in parts), sum(n for _, n in parts), 0, tuple(s for s, _ in parts)
-        )
-        for split, parts in shards.items()
-        if parts
-    }
+    splits: dict[Split, PreparedSplit] = {}
+    for split, parts in shards.items():
+        if parts:
+            num_tokens, num_documents = sum(s.num_tokens for s, _ in parts), sum(n for _, n in parts)
+            splits[split] = PreparedSplit(num_tokens, num_documents, 0, tuple(s for s, _ in parts))
     return splits, content.hexdigest()
 
 
@@ -85,7 +88,7 @@ def _is_nanogpt_validation(source: SourceConfig, file: InputFile) -> bool:
     return source.kind == "nanogpt" and Path(file.path).name == "val.bin"
 
 
-def _open_nanogpt(source: SourceConfig, file: InputFile) -> TokenFile:
+def _open_nanogpt(source: SourceConfig, file: InputFile) -> _TokenFile:
     size = np.dtype(source.token_dtype).itemsize
     if file.size % size:
         raise UserError(
@@ -93,10 +96,10 @@ def _open_nanogpt(source: SourceConfig, file: InputFile) -> TokenFile:
             cure="set token_dtype to the type it was written with",
             value=file.path,
         )
-    return TokenFile(Path(file.path), source.token_dtype, file.size // size, None)
+    return _TokenFile(Path(file.path), source.token_dtype, file.size // size, None)
 
 
-def _open_megatron(source: SourceConfig, file: InputFile) -> TokenFile:
+def _open_megatron(file: InputFile) -> _TokenFile:
     index = Path(file.path).with_suffix(".idx")
     try:
         block = index.read_bytes()[:34]
@@ -127,16 +130,15 @@ def _open_megatron(source: SourceConfig, file: InputFile) -> TokenFile:
             value=file.path,
         )
     starts = pointers[first[first < sequences]] // itemsize
-    return TokenFile(Path(file.path), _DTYPES[code], file.size // itemsize, np.unique(starts))
+    return _TokenFile(Path(file.path), _DTYPES[code], file.size // itemsize, np.unique(starts))
 
 
-_OPENERS = {"nanogpt": _open_nanogpt, "megatron": _open_megatron}
-
-
-def _scan(tokens: TokenFile, source: SourceConfig, vocab_size: int, content: hashlib.blake2b) -> Int64:
+def _scan(tokens: _TokenFile, source: SourceConfig, vocab_size: int, content: hashlib.blake2b) -> Int64:
     """Check every id and find where documents begin: the end-of-text token before a document belongs to it."""
     ends: list[Int64] = []
-    for place, block in _blocks(tokens):
+    mapped = Mapped(tokens.path, tokens.dtype, 0, tokens.num_tokens)
+    for place in range(0, tokens.num_tokens, CHUNK):
+        block = mapped.array[place : place + CHUNK]
         content.update(block.tobytes())
         low, high = int(block.min()), int(block.max())
         if low < 0 or high >= vocab_size:
@@ -148,6 +150,7 @@ def _scan(tokens: TokenFile, source: SourceConfig, vocab_size: int, content: has
             )
         if source.document_token >= 0:
             ends.append(np.flatnonzero(block == source.document_token).astype(np.int64) + place)
+        mapped.release()
     if source.document_token < 0:
         return np.empty(0, np.int64) if tokens.documents is None else tokens.documents
     found = np.concatenate(ends)
@@ -161,33 +164,11 @@ def _scan(tokens: TokenFile, source: SourceConfig, vocab_size: int, content: has
     return np.unique(np.concatenate([[0], found[found < tokens.num_tokens - 1]]))
 
 
-def _blocks(tokens: TokenFile) -> Iterator[tuple[int, NDArray[Any]]]:
-    mapped = Mapped(tokens.path, tokens.dtype, 0, tokens.num_tokens)
-    for place in range(0, tokens.num_tokens, CHUNK):
-        yield place, mapped.array[place : place + CHUNK]
-        mapped.release()
-
-
-def _shard(tokens: TokenFile, starts: Int64, path: Path) -> Shard:
-    if len(starts):
-        with npy_writer(path, np.int64) as writer:
-            writer.append(starts)
-    where = path if len(starts) else None
-    return Shard(tokens.path, tokens.dtype, 0, tokens.num_tokens, where, 0, len(starts))
-
-
-def _border(num_tokens: int, starts: Int64, held_out: float) -> int:
-    """Where held-out tokens begin: at the document nearest to the wanted place, if documents are known."""
-    wanted = round(num_tokens * (1 - held_out))
-    inner = starts[starts > 0]
-    return int(inner[np.abs(inner - wanted).argmin()]) if len(inner) else wanted
-
-
-def _cut(shard: Shard, starts: Int64, begin: int, end: int) -> tuple[Shard, int]:
+def _cut(shard: TokenShard, starts: Int64, begin: int, end: int) -> tuple[TokenShard, int]:
     """The part ``[begin, end)`` of a shard, and its number of documents."""
     first, last = (int(i) for i in np.searchsorted(starts, [begin, end]))
     itemsize = np.dtype(shard.dtype).itemsize
-    part = Shard(
+    part = TokenShard(
         shard.tokens, shard.dtype, begin * itemsize, end - begin, shard.starts, first, last, starts_shift=begin
     )
     return part, last - first

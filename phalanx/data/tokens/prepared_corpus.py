@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.data.config import DataConfig, SourceConfig
-from phalanx.data.sources.input_files import Split
+from phalanx.data.config import DataConfig, SourceConfig, Split
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.data.tokens.shards import Shard
+from phalanx.data.tokens.shards import TokenShard
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -27,7 +26,7 @@ class PreparedSplit:
     num_tokens: int
     num_documents: int
     num_bytes: int
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,8 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a loader reads.
-
-    Attributes:
-        tokenizer: how the text became ids.
-        sources: what is trained on, and what of it is held out.
-        validation_sources: corpora that are only held out.
-        tokenizer_key: a hash of all that decides the tokenizer's ids.
-    """
+    """Everything a loader reads; `validation_sources` are corpora that are only held out, and `tokenizer_key` is a hash
+    of all that decides the tokenizer's ids."""
 
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
@@ -121,37 +114,21 @@ def write_splits(splits: dict[Split, PreparedSplit], folder: Path) -> dict[str, 
 
 
 def read_source(folder: Path, name: str, weight: float) -> PreparedSource:
-    """Open the manifest of a prepared source.
-
-    Raises:
-        UserError: it has not been prepared, or was written by another version of the format.
-    """
+    """Open the manifest of a prepared source; UserError: it was not prepared, or by another version of the format."""
     manifest = read_manifest(folder)
     if manifest is None:
-        raise UserError(
-            f"source {name!r} has not been prepared in {folder}",
-            cure="run `phalanx data prepare` with this config",
-            field="data.sources",
-        )
-    splits: dict[Split, PreparedSplit] = {
-        split: PreparedSplit(
-            part["num_tokens"],
-            part["num_documents"],
-            part["num_bytes"],
-            tuple(_shard(s, folder) for s in part["shards"]),
-        )
-        for split, part in manifest["splits"].items()
-    }
-    return PreparedSource(
-        name,
-        folder,
-        weight,
-        splits,
-        manifest["has_end_of_text"],
-        manifest["fingerprint"],
-        manifest["num_skipped"],
-        tuple(manifest["skipped"]),
-    )
+        cure = "run `phalanx data prepare` with this config"
+        raise UserError(f"source {name!r} has not been prepared in {folder}", cure=cure, field="data.sources")
+    splits: dict[Split, PreparedSplit] = {}
+    for split, part in manifest["splits"].items():
+        shards = []
+        for value in part["shards"]:
+            paths = {key: folder / value[key] if value[key] else None for key in ("tokens", "starts", "mask")}
+            shards.append(TokenShard(**{**value, **paths}))
+        sizes = (part["num_tokens"], part["num_documents"], part["num_bytes"])
+        splits[split] = PreparedSplit(*sizes, tuple(shards))
+    about = (manifest["has_end_of_text"], manifest["fingerprint"], manifest["num_skipped"], tuple(manifest["skipped"]))
+    return PreparedSource(name, folder, weight, splits, *about)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -168,15 +145,10 @@ def combined_digest(digests: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest()
 
 
-def _shard_json(shard: Shard, folder: Path) -> dict[str, Any]:
+def _shard_json(shard: TokenShard, folder: Path) -> dict[str, Any]:
     def place(path: Path | None) -> str | None:
         if path is None:
             return None
         return path.name if path.parent == folder else str(path.absolute())
 
     return {**vars(shard), "tokens": place(shard.tokens), "starts": place(shard.starts), "mask": place(shard.mask)}
-
-
-def _shard(value: dict[str, Any], folder: Path) -> Shard:
-    paths = {key: folder / value[key] if value[key] else None for key in ("tokens", "starts", "mask")}
-    return Shard(**{**value, **paths})

@@ -25,12 +25,9 @@ _HEADER_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A run of tokens of one split.
-
-    `tokens` is a ``.npy`` file, or any file whose ids of type `dtype` start at byte `offset_bytes`. `starts` holds the
-    positions within the shard at which a document begins (int64, ascending); `mask` is 1 where a token is trained on.
-    """
+class TokenShard:
+    """A run of tokens of one split: ids of type `dtype` from byte `offset_bytes` of the file `tokens` on. `starts`
+    holds the positions in it at which documents begin (int64, ascending); `mask` is 1 where a token is trained on."""
 
     tokens: Path
     dtype: str
@@ -109,11 +106,7 @@ class Mapped:
 
 
 def map_npy(path: Path) -> Mapped:
-    """Map a one-dimensional ``.npy`` file.
-
-    Raises:
-        UserError: it is missing, cut short or no such file.
-    """
+    """Map a one-dimensional ``.npy`` file; UserError: it is missing, cut short or not such a file."""
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)
@@ -145,7 +138,7 @@ class TokenStream:
     Shape letters: B windows, L length of a window.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[TokenShard]) -> None:
         self.shards = tuple(shards)
         self._begins = np.cumsum([0, *(s.num_tokens for s in shards)], dtype=np.int64)
         self._open: dict[str, dict[int, NDArray[Any]]] = {"tokens": {}, "mask": {}, "starts": {}}
@@ -182,6 +175,13 @@ class TokenStream:
         self._each(begins_B, length, note)
         return rows, columns
 
+    def document_at(self, token: int) -> int:
+        """The number, from 0, of the document that a token is of; counted over all shards."""
+        shard = int(self._begins.searchsorted(token, "right")) - 1
+        before = sum(len(self._values(earlier, "starts")) for earlier in range(shard))
+        within = int(self._values(shard, "starts").searchsorted(token - int(self._begins[shard]), "right"))
+        return max(before + within - 1, 0)
+
     def _copy(self, what: str, begins_B: Int64, out_BL: NDArray[Any]) -> None:
         def copy(row: int, shard: int, low: int, high: int, at: int) -> None:
             out_BL[row, at : at + high - low] = self._values(shard, what)[low:high]
@@ -205,32 +205,30 @@ class TokenStream:
                 shard += 1
 
     def _values(self, shard: int, what: str) -> NDArray[Any]:
+        """``tokens``, ``mask`` or ``starts`` of a shard, mapped when they are first touched."""
         self._touched.add(shard)
         found = self._open[what].get(shard)
         if found is None:
-            found = self._open[what][shard] = _READERS[what](self, shard)
+            found = self._open[what][shard] = self._opened(shard, what)
         return found
 
-    def _map(self, shard: int, mapped: Mapped) -> NDArray[Any]:
-        self._maps.setdefault(shard, []).append(mapped)
+    def _opened(self, index: int, what: str) -> NDArray[Any]:
+        shard = self.shards[index]
+        if what == "tokens":
+            mapped = Mapped(shard.tokens, shard.dtype, shard.offset_bytes, shard.num_tokens)
+        elif what == "mask":
+            if shard.mask is None:
+                return np.broadcast_to(np.uint8(1), (shard.num_tokens,))
+            mapped = map_npy(shard.mask)
+        else:
+            if shard.starts is None:
+                return np.empty(0, np.int64)
+            mapped = map_npy(shard.starts)
+        self._maps.setdefault(index, []).append(mapped)
         self._mapped_bytes += mapped.array.nbytes
-        return mapped.array
-
-    def _tokens(self, index: int) -> NDArray[Any]:
-        shard = self.shards[index]
-        return self._map(index, Mapped(shard.tokens, shard.dtype, shard.offset_bytes, shard.num_tokens))
-
-    def _mask(self, index: int) -> NDArray[Any]:
-        shard = self.shards[index]
-        if shard.mask is None:
-            return np.broadcast_to(np.uint8(1), (shard.num_tokens,))
-        return self._map(index, map_npy(shard.mask))
-
-    def _starts(self, index: int) -> NDArray[Any]:
-        shard = self.shards[index]
-        if shard.starts is None:
-            return np.empty(0, np.int64)
-        starts = self._map(index, map_npy(shard.starts))[shard.starts_begin : shard.starts_end]
+        if what != "starts":
+            return mapped.array
+        starts = mapped.array[shard.starts_begin : shard.starts_end]
         return starts - shard.starts_shift if shard.starts_shift else starts
 
     def _release_now_and_then(self, windows: int) -> None:
@@ -245,10 +243,3 @@ class TokenStream:
                 mapped.release()
             self._touched.clear()
             self._windows = 0
-
-
-_READERS: dict[str, Callable[[TokenStream, int], NDArray[Any]]] = {
-    "tokens": TokenStream._tokens,
-    "mask": TokenStream._mask,
-    "starts": TokenStream._starts,
-}

@@ -1,16 +1,13 @@
 """Attention of some queries to some keys in pieces, and which positions of a sequence each context rank holds.
 
-*Positions.*
-
 A causal sequence cut into runs gives the last rank most of the work. So where layers see all of the past, a sequence is
 cut into 2 C pieces and rank r of C holds pieces r and 2 C - 1 - r: every rank then sees equally many keys ("zig-zag").
 Where all layers have windows, the work is equal anyway, and runs have fewer neighbours.
 
-*Blocks* of attention are put together by their log-sum-exp.
-
-With S = scale Q K^T, a softmax over all keys is made of softmaxes over pieces of them: each gives its output and the
-log-sum-exp of its scores, and pieces add up with weights exp(lse - total). In the backward pass every piece needs only
-the final output and log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1; ring attention, arXiv 2310.01889).
+*Blocks* of attention are put together by their log-sum-exp. With S = scale Q K^T, a softmax over all keys is made of
+softmaxes over pieces of them: each gives its output and the log-sum-exp of its scores, and pieces add up with weights
+exp(lse - total). In the backward pass every piece needs only the final output and log-sum-exp (FlashAttention, arXiv
+2205.14135, section 3.1; ring attention, arXiv 2310.01889).
 
 On CUDA a block is computed by the fused kernel that the run's trial found right where all of it is seen, or what
 causality leaves of it, and by FlexAttention where windows and documents decide: no score is kept, nor a dense mask.
@@ -20,6 +17,7 @@ Shapes: B batch, H query heads, G key/value heads (dividing H), S queries, K key
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,9 +27,8 @@ from torch import Tensor
 from phalanx.core.errors import UserError
 from phalanx.kernels import attention_aten
 from phalanx.kernels.attention import SMALLEST_FLEX_HEAD, AttentionDropout, Kernel, flex_partial
-from phalanx.kernels.attention_trial import Attend
 from phalanx.kernels.counter import keep_mask
-from phalanx.kernels.masks import block_mask
+from phalanx.kernels.masks import block_mask, seen_keys
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How a sequence is shared by the ranks of a context group.
-
-    Args:
-        length: positions of the whole sequence.
-        size: ranks.
-        balanced: zig-zag instead of runs.
+    """How a sequence of `length` positions is shared by the `size` ranks of a context group; balanced: zig-zag.
 
     Raises:
         UserError: the sequence cannot be cut into equal pieces.
@@ -118,10 +110,9 @@ Way = Literal["cudnn", "flash", "flex", "cpu", "products"]
 
 
 class Block:
-    """Queries and keys of one piece of attention; layers of one kind share it in a forward pass.
+    """Queries and keys of one piece of attention, by position; layers of one kind share it in a forward pass.
 
     Args:
-        queries, keys: their positions.
         window: keys that a query sees; None: all of the past.
         documents_BS: of the whole sequence; attention stays inside a document. None: one document.
     """
@@ -151,25 +142,16 @@ class Block:
 
     def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What is added to the scores, (B or 1, 1, S, K): 0 where seen, a very negative number elsewhere."""
-        if (dtype, device) not in self._bias:
-            self._bias[dtype, device] = self._make_bias(dtype, device)
-        return self._bias[dtype, device]
-
-    def _make_bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if (dtype, device) in self._bias:
+            return self._bias[dtype, device]
         if self.is_whole:
             zero = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
             return zero.expand(1, 1, self.queries.length, self.keys.length)
-        i = torch.arange(self.queries.start, self.queries.stop, device=device)[:, None]
-        j = torch.arange(self.keys.start, self.keys.stop, device=device)[None, :]
-        seen = j <= i
-        if self.window is not None:
-            seen = seen & (i - j < self.window)
-        seen = seen[None, None]
-        if self.documents_BS is not None:
-            documents = self.documents_BS.to(device)
-            mine = documents[:, self.queries.start : self.queries.stop, None]
-            seen = seen & (mine == documents[:, None, self.keys.start : self.keys.stop])[:, None]
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, _UNSEEN)
+        queries, keys = (slice(piece.start, piece.stop) for piece in (self.queries, self.keys))
+        seen = seen_keys(queries, keys, self.window, self.documents_BS, device)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, _UNSEEN)
+        self._bias[dtype, device] = bias
+        return bias
 
 
 class Partial(NamedTuple):
@@ -188,11 +170,7 @@ def attend(
     dropout: AttentionDropout | None = None,
     kernel: Kernel | None = None,
 ) -> Partial:
-    """Attention of a block's queries to its keys alone.
-
-    Args:
-        kernel: that a trial found right on CUDA; None: what the device is known to have.
-    """
+    """Attention of a block's queries to its keys alone; `kernel`: that a trial found right on CUDA."""
     way = way_of(q, block, dropout, kernel)
     if way == "cudnn" or way == "flash":
         return Partial(*attention_aten.cuda_forward(way, q, k, v, is_causal=not block.is_whole, scale=scale))
@@ -260,11 +238,7 @@ def _flex_backward(
 
 
 def way_of(q: Tensor, block: Block, dropout: AttentionDropout | None, kernel: Kernel | None) -> Way:
-    """How a block is computed.
-
-    Args:
-        kernel: that a trial found right; it does what it can.
-    """
+    """How a block is computed; a `kernel` that a trial found right does what it can."""
     if dropout is not None:
         return "products"
     if kernel is None and q.device.type == "cpu":
@@ -276,7 +250,9 @@ def way_of(q: Tensor, block: Block, dropout: AttentionDropout | None, kernel: Ke
     return "flex" if kernel in ("cudnn", "flash", "flex") and size >= SMALLEST_FLEX_HEAD else "products"
 
 
-def tried(kernel: Kernel, length: int) -> Attend:
+def tried(
+    kernel: Kernel, length: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """A ring's attention by `kernel`, for its trial: queries of one piece on that before it, and on their own."""
     first, second = Piece(0, length), Piece(length, 2 * length)
     blocks = [Block(second, keys, None, None) for keys in (first, second)]

@@ -32,8 +32,7 @@ from phalanx.parallel.group import Group
 def to_heads(x_BHSE: Tensor, group: Group, order_L: Tensor) -> Tensor:
     """(B, H, S, E) of all heads here -> (B, H / C, L, E) of some heads, positions in their natural order.
 
-    Args:
-        order_L: for every position of the sequence, its place among the positions of all ranks one after the other.
+    `order_L` is the place of each position among those of all ranks one after the other.
 
     Raises:
         UserError: the ranks do not divide the heads.
@@ -46,12 +45,6 @@ def to_heads(x_BHSE: Tensor, group: Group, order_L: Tensor) -> Tensor:
             value=group.size,
         )
     out: Tensor = _Exchange.apply(x_BHSE, group, order_L, True)  # type: ignore[no-untyped-call]
-    return out
-
-
-def to_positions(x_BHLE: Tensor, group: Group, order_L: Tensor) -> Tensor:
-    """The way back: (B, H / C, L, E) -> (B, H, S, E)."""
-    out: Tensor = _Exchange.apply(x_BHLE, group, order_L, False)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -94,27 +87,18 @@ Attend = Callable[[Tensor, Tensor, Tensor, Attending], Tensor]
 
 
 class ContextSpread:
-    """How one rank of a context group takes part.
-
-    Args:
-        config: of the whole model.
-        group: the context group; of one rank, everything stays as it is.
-        method: how attention meets the keys of other ranks.
-
-    Attributes:
-        kernel: of plain causal attention on CUDA, where one was found to be right.
-
-    Raises:
-        UserError: sequences cannot be cut evenly.
-    """
+    """How one rank of a context group takes part; in a group of one, everything stays as it is."""
 
     def __init__(self, config: ModelConfig, group: Group, method: ContextMethod, length: int) -> None:
         all_windows = all(config.window_of(layer) is not None for layer in range(config.layers))
         balanced = method == "ring" and not all_windows
         self.group, self._method, self._rows = group, method, config.max_sequence
-        self.kernel: CausalKernel | None = None
+        self.kernel: CausalKernel | None = None  # of plain causal attention on CUDA, where one was found to be right
         self.split = SequenceSplit(length, group.size, balanced)
-        places = [_positions(self.split, rank) for rank in range(group.size)]
+        places = [
+            torch.cat([torch.arange(piece.start, piece.stop) for piece in self.split.pieces(rank)])
+            for rank in range(group.size)
+        ]
         self.positions_S = places[group.index]
         self._order_L = torch.argsort(torch.cat(places))
         self._copies: dict[tuple[int, torch.device], Tensor] = {}
@@ -135,11 +119,7 @@ class ContextSpread:
         return state.sample_index_B.to(torch.int64)[:, None] * self._rows + positions
 
     def attention_trial(self, whole: Shape) -> Trial:
-        """What is to be tried of a layer's attention over split sequences.
-
-        Args:
-            whole: what a layer with all heads of this rank asks for, of a whole sequence.
-        """
+        """What is to be tried, where a layer with all heads of this rank asks for `whole` on a whole sequence."""
         size = self.group.size
         if size == 1:
             return Trial(whole)
@@ -151,12 +131,7 @@ class ContextSpread:
         return Trial(replace(whole, heads=heads, kv_heads=kv_heads, layout="heads"))
 
     def attend_with(self, documents_BL: Tensor | None, dropout: DropoutState | None) -> Attend | None:
-        """Attention for one forward pass; None where the ordinary one will do.
-
-        Args:
-            documents_BL: of whole sequences; attention stays inside a document.
-            dropout: what decides dropped weights.
-        """
+        """Attention for one forward pass, inside documents of whole sequences; None: the ordinary one will do."""
         if self.group.size == 1:
             return None
         if self._method == "ring":
@@ -192,7 +167,8 @@ class ContextSpread:
             dropped = _dropout(how, state, rows_BL, first, how.num_heads or q.shape[1])
             mask, kernel = masks[how.window], self.kernel
             out = attention(*mine, window=how.window, mask=mask, dropout=dropped, backend=how.backend, kernel=kernel)
-            return to_positions(out, group, order)
+            back: Tensor = _Exchange.apply(out, group, order, False)  # type: ignore[no-untyped-call]
+            return back
 
         return attend
 
@@ -210,7 +186,3 @@ def _dropout(
     if state is None or rows is None or not how.dropout:
         return None
     return AttentionDropout(how.dropout, state.key(how.site), rows, first, heads)
-
-
-def _positions(split: SequenceSplit, rank: int) -> Tensor:
-    return torch.cat([torch.arange(piece.start, piece.stop) for piece in split.pieces(rank)])

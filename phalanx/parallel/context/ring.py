@@ -11,7 +11,7 @@ Shapes: B batch, H query heads, G key/value heads, S local positions, E head siz
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +26,7 @@ _KEYS, _GRADIENTS = 0, 1  # tags
 
 @dataclass(frozen=True)
 class Layer:
-    """What attention of one layer needs to know beside its tensors.
-
-    Attributes:
-        kernel: that a trial found right on CUDA; None: what the device is known to have.
-    """
+    """What attention of one layer needs beside its tensors; `kernel`: that a trial found right on CUDA."""
 
     window: int | None
     scale: float
@@ -39,20 +35,15 @@ class Layer:
 
 
 class _Arrival(NamedTuple):
-    """Keys and values (2, B, G, P, E) of the pieces `places` of rank `owner`."""
-
     owner: int
     places: tuple[int, ...]
-    kv: Tensor
+    kv: Tensor  # keys and values (2, B, G, P, E) of these pieces
 
 
 class Ring:
-    """The exchange of one forward pass and its backward, over the same blocks for all layers.
+    """The exchange of one forward pass and its backward over a context group, over the same blocks for all layers.
 
-    Args:
-        group: the context group.
-        split: how the sequence is shared.
-        documents_BS: of the whole sequence, or None.
+    `documents_BS` are those of the whole sequence, or None.
     """
 
     def __init__(self, group: Group, split: SequenceSplit, documents_BS: Tensor | None) -> None:
@@ -81,11 +72,7 @@ class Ring:
         return slice(mine * self.piece, (mine + 1) * self.piece)
 
     def arrivals(self, kv: Tensor, window: int | None) -> Iterator[_Arrival]:
-        """What this rank needs of every rank, own keys and values first, each while the next is on its way.
-
-        Args:
-            kv: (2, B, G, S, E), this rank's.
-        """
+        """What this rank needs of every rank, own `kv` (2, B, G, S, E) first, each while the next is on its way."""
         size, here = self.group.size, self.group.index
         coming = self._start(kv, 1, window) if size > 1 else None
         yield _Arrival(here, tuple(range(self.split.pieces_per_rank)), kv)
@@ -165,9 +152,9 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
         going = []
-        saved = _Saved(grad.contiguous(), q, Partial(out, lse), dq)
+        grad = grad.contiguous()
         for step, arrival in enumerate(ring.arrivals(kv, layer.window)):
-            part = _gradients(ring, layer, arrival, saved)
+            part = _gradients(ring, layer, arrival, grad, q, out, lse, dq)
             if step == 0:
                 dkv += part
             else:
@@ -179,45 +166,28 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None, None
 
 
-class _Saved(NamedTuple):
-    grad: Tensor
-    q: Tensor
-    final: Partial
-    dq: Tensor
-
-
-def _gradients(ring: Ring, layer: Layer, arrival: _Arrival, saved: _Saved) -> Tensor:
-    """Gradients (2, B, G, P, E) of what has arrived; those of the queries are added to ``saved.dq``."""
-    part = torch.zeros(arrival.kv.shape, dtype=saved.dq.dtype, device=saved.dq.device)
+def _gradients(
+    ring: Ring, layer: Layer, arrival: _Arrival, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+) -> Tensor:
+    """Gradients (2, B, G, P, E) of what has arrived; those of the queries are added to `dq`."""
+    part = torch.zeros(arrival.kv.shape, dtype=dq.dtype, device=dq.device)
     for mine in range(ring.split.pieces_per_rank):
         here = ring.queries(mine)
-        final = Partial(saved.final.out[:, :, here], saved.final.lse[:, :, here])
+        final = Partial(out[:, :, here], lse[:, :, here])
         for number, theirs in enumerate(arrival.places):
             block = ring.block(mine, arrival.owner, theirs, layer.window)
             if block is None:
                 continue
             there = ring.queries(number)
             keys, values = arrival.kv[:, :, :, there]
-            dq, dk, dv = attend_backward(
-                saved.grad[:, :, here],
-                saved.q[:, :, here],
-                keys,
-                values,
-                final,
-                block,
-                layer.scale,
-                _rows(layer.dropout, here),
-                layer.kernel,
+            rows = _rows(layer.dropout, here)
+            parts = attend_backward(
+                grad[:, :, here], q[:, :, here], keys, values, final, block, layer.scale, rows, layer.kernel
             )
-            saved.dq[:, :, here] += dq
-            part[0, :, :, there] += dk
-            part[1, :, :, there] += dv
+            for total, own in zip((dq[:, :, here], part[0, :, :, there], part[1, :, :, there]), parts, strict=True):
+                total += own
     return part
 
 
 def _rows(dropout: AttentionDropout | None, queries: slice) -> AttentionDropout | None:
-    """The dropout of some of the queries."""
-    if dropout is None:
-        return None
-    rows = dropout.rows[:, queries]
-    return AttentionDropout(dropout.rate, dropout.key, rows, dropout.first_head, dropout.num_heads)
+    return None if dropout is None else replace(dropout, rows=dropout.rows[:, queries])

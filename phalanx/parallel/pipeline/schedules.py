@@ -15,11 +15,9 @@ Schedules:
 All four are action for action those of torch.distributed.pipelining 2.13, which the tests hold beside them. On every
 stage, micro-batches come in ascending order in each kind of action, so the last one is the one that completes it.
 
-*Routes* are derived from the tables of both sides.
-
-Everything between two ranks in one direction goes over one channel, in the order in which the sender's table makes it;
-the receiver takes it in that order, whatever it needs first. So both sides agree without a word, and a communicator
-that keeps order (NCCL's) is never asked for anything else.
+*Routes* are derived from the tables of both sides. Everything between two ranks in one direction goes over one channel,
+in the order in which the sender's table makes it; the receiver takes it in that order, whatever it needs first. So both
+sides agree without a word, and a communicator that keeps order (NCCL's) is never asked for anything else.
 """
 
 from __future__ import annotations
@@ -85,14 +83,6 @@ class Table:
         """Pipeline ranks."""
         return self.placement.ranks
 
-    def peak_live(self, rank: int) -> int:
-        """Most forward passes of one of its chunks whose activations `rank` holds at a time.
-
-        They are held from the forward pass until all gradients, of weights too, are made.
-        """
-        change = {"F": 1, "B": -1, "I": 0, "W": -1}
-        return max(itertools.accumulate((change[action.kind] for action in self.actions[rank]), initial=0))
-
 
 def placement_of(schedule: Schedule, ranks: int, chunks: int) -> Placement:
     """Where `schedule` puts the stages of `ranks` ranks with `chunks` chunks each.
@@ -112,33 +102,46 @@ def placement_of(schedule: Schedule, ranks: int, chunks: int) -> Placement:
 
 
 def make_table(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> Table:
-    """The table of one training step.
-
-    Raises:
-        UserError: the numbers do not fit one another.
-    """
+    """The table of one training step. `UserError`: the numbers do not fit one another."""
     placement = check_table(schedule, ranks, chunks, micro_batches)
-    lists = [rank_actions(schedule, placement, rank, micro_batches) for rank in range(ranks)]
+    lists = [_rank_actions(schedule, placement, rank, micro_batches) for rank in range(ranks)]
     return Table(schedule, placement, micro_batches, tuple(map(tuple, lists)))
 
 
 def check_table(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> Placement:
-    """See that there is such a table, without making it.
-
-    Raises:
-        UserError: the numbers do not fit one another.
-    """
+    """Check that there is such a table, without making it. `UserError`: the numbers do not fit one another."""
     placement = placement_of(schedule, ranks, chunks)
-    _check_counts(schedule, ranks, micro_batches)
+    if micro_batches < ranks:
+        raise UserError(
+            f"{micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} pipeline ranks busy",
+            cure=f"have at least {ranks} micro-batches on each data-parallel rank: lower train.micro_batch or raise "
+            f"train.global_batch, or set parallel.pipeline to at most {max(micro_batches, 1)}",
+            field="parallel.pipeline",
+            value=ranks,
+        )
+    if schedule.startswith("interleaved") and micro_batches % (micro_batches // ranks):
+        # The nearest counts below and above that are equal rounds of at least `ranks` micro-batches.
+        below = next(n for n in range(micro_batches, ranks - 1, -1) if n % (n // ranks) == 0)
+        above = next(n for n in itertools.count(micro_batches) if n % (n // ranks) == 0)
+        raise UserError(
+            f"{micro_batches} micro-batches are not {micro_batches // ranks} equal rounds over {ranks} pipeline ranks",
+            cure=f"have {below} or {above} micro-batches on each data-parallel rank: change "
+            "train.global_batch or train.micro_batch, or set parallel.schedule = '1f1b'",
+            field="parallel.schedule",
+            value=schedule,
+        )
     return placement
 
 
-def rank_actions(schedule: Schedule, placement: Placement, rank: int, micro_batches: int) -> list[Action]:
-    """What one rank computes in one training step, in order: a row of `make_table`, which checks the numbers."""
-    if schedule == "1f1b":
-        return _one_forward_one_backward(rank, placement.ranks, micro_batches)
+def _rank_actions(schedule: Schedule, placement: Placement, rank: int, micro_batches: int) -> list[Action]:
+    ranks = placement.ranks
+    if schedule == "1f1b":  # as torch's `Schedule1F1B` runs
+        forwards, backwards = ([Action(rank, kind, m) for m in range(micro_batches)] for kind in ("F", "B"))
+        return list(_alternate(forwards, backwards, warmup=ranks - 1 - rank))
     if schedule == "zbv":
-        return _v_shaped(rank, placement.ranks, micro_batches)
+        # As torch's `ScheduleZBVZeroBubble`: made for at least 2 ranks - 1 micro-batches, those too many left out.
+        actions = _full_v(rank, ranks, max(2 * ranks - 1, micro_batches))
+        return [action for action in actions if action.micro_batch < micro_batches]
     return _interleaved(rank, placement, micro_batches, split=schedule == "interleaved_zero_bubble")
 
 
@@ -159,40 +162,6 @@ def forward_table(schedule: Schedule, ranks: int, chunks: int, micro_batches: in
     return Table(schedule, placement, micro_batches, tuple(lists))
 
 
-def _check_counts(schedule: Schedule, ranks: int, micro_batches: int) -> None:
-    if micro_batches < ranks:
-        raise UserError(
-            f"{micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} pipeline ranks busy",
-            cure=f"have at least {ranks} micro-batches on each data-parallel rank: lower train.micro_batch or raise "
-            f"train.global_batch, or set parallel.pipeline to at most {max(micro_batches, 1)}",
-            field="parallel.pipeline",
-            value=ranks,
-        )
-    if schedule.startswith("interleaved") and micro_batches % (micro_batches // ranks):
-        fitting = [count for count in _fitting(ranks, micro_batches) if count]
-        raise UserError(
-            f"{micro_batches} micro-batches are not {micro_batches // ranks} equal rounds over {ranks} pipeline ranks",
-            cure=f"have {' or '.join(map(str, fitting))} micro-batches on each data-parallel rank: change "
-            "train.global_batch or train.micro_batch, or set parallel.schedule = '1f1b'",
-            field="parallel.schedule",
-            value=schedule,
-        )
-
-
-def _fitting(ranks: int, micro_batches: int) -> tuple[int, int]:
-    """The nearest counts below and above that are equal rounds of at least `ranks` micro-batches."""
-    fits = (count for count in range(micro_batches, ranks - 1, -1) if count % (count // ranks) == 0)
-    above = (count for count in itertools.count(micro_batches) if count % (count // ranks) == 0)
-    return next(fits), next(above)
-
-
-def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """As torch's `Schedule1F1B` runs."""
-    forwards = [Action(rank, "F", m) for m in range(micro_batches)]
-    backwards = [Action(rank, "B", m) for m in range(micro_batches)]
-    return list(_alternate(forwards, backwards, warmup=ranks - 1 - rank))
-
-
 def _interleaved(rank: int, placement: Placement, micro_batches: int, *, split: bool) -> list[Action]:
     """As torch's `_get_1f1b_rank_ops`: rounds of micro-batches go through the rank's chunks one after the other."""
     ranks, chunks = placement.ranks, placement.chunks
@@ -202,6 +171,7 @@ def _interleaved(rank: int, placement: Placement, micro_batches: int, *, split: 
     forwards = [Action(stage, "F", m) for turn in rounds for stage in stages for m in turn]
     backward: Kind = "I" if split else "B"
     backwards = [Action(stage, backward, m) for turn in rounds for stage in reversed(stages) for m in turn]
+    # Forward passes ahead of the first backward pass: two for each rank behind, or one where backward passes are split.
     warmup = (chunks - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank)
     return list(_alternate(forwards, backwards, min(warmup, len(forwards)), weights_after=rank if split else None))
 
@@ -211,8 +181,7 @@ def _alternate(
 ) -> Iterator[Action]:
     """`warmup` forwards, then one forward and one backward as long as there are forwards, then the backwards left.
 
-    Args:
-        weights_after: the weight gradients follow their backward pass by so many backward passes; None: they are in it.
+    Weight gradients follow their backward pass by `weights_after` others; None: they are in it.
     """
     yield from forwards[:warmup]
     weights = [action._replace(kind="W") for action in backwards]
@@ -225,12 +194,6 @@ def _alternate(
             done += 1
     if weights_after is not None:
         yield from weights[done:]
-
-
-def _v_shaped(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """As torch's `ScheduleZBVZeroBubble`: made for at least 2 ranks - 1 micro-batches, those too many left out."""
-    actions = _full_v(rank, ranks, max(2 * ranks - 1, micro_batches))
-    return [action for action in actions if action.micro_batch < micro_batches]
 
 
 def _full_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
@@ -261,22 +224,15 @@ def _full_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
 
 
 class Message(NamedTuple):
-    """An activation or a gradient on its way from one stage to the next.
+    """An activation or a gradient on its way from one stage to the next."""
 
-    Attributes:
-        stage: the one that needs it.
-        gradient: whether it is the gradient of what `stage` put out, or else the activation that `stage` takes in.
-        sender: pipeline rank.
-        receiver: pipeline rank; the same as `sender` where nothing travels.
-        order: place among all messages from `sender` to `receiver` in a step.
-    """
-
-    stage: int
-    gradient: bool
+    stage: int  # the one that needs it
+    gradient: bool  # whether it is the gradient of what `stage` put out, or else the activation that `stage` takes in
     micro_batch: int
+    # sender, receiver: pipeline ranks; the same where nothing travels
     sender: int
     receiver: int
-    order: int
+    order: int  # place among all messages from `sender` to `receiver` in a step
 
     @property
     def source(self) -> int:
@@ -291,39 +247,28 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One action of a rank with all communication around it.
-
-    Attributes:
-        post: messages whose receives are started before the action: what it needs itself, and a look ahead.
-        need: the message it takes in; None: it needs none.
-        confirmed: messages sent earlier which have surely arrived once `need` has, as its sender had used them before.
-        give: the message it makes; None: nobody needs its result.
-    """
+    """One action of a rank with all communication around it."""
 
     action: Action
+    # messages whose receives are started before the action: what it needs itself, and a look ahead
     post: tuple[Message, ...]
-    need: Message | None
+    need: Message | None  # the message it takes in; None: it needs none
+    # messages sent earlier which have surely arrived once `need` has, as its sender had used them before
     confirmed: tuple[Message, ...]
-    give: Message | None
+    give: Message | None  # the message it makes; None: no stage needs its result
 
 
 def route(table: Table, rank: int, look_ahead: int) -> list[Step]:
-    """The steps of pipeline rank `rank`.
-
-    Args:
-        look_ahead: receives that are started before their turn, beyond that of the action itself; a channel's order
-            may make it one more.
-    """
+    """The steps of pipeline rank `rank`, which starts `look_ahead` receives (or one more) before their turn."""
     given = _given(table, rank)
     incoming = {peer: [m for m in _given(table, peer).values() if m.receiver == rank] for peer in _peers(table, rank)}
     coming = {_key(m): m for messages in incoming.values() for m in messages}
     coming |= {_key(m): m for m in given.values() if m.receiver == rank}
     needs = [None if action.kind == "W" else coming.get(_need(action)) for action in table.actions[rank]]
-    posts = _posts(needs, incoming, look_ahead)
-    confirmed = _confirmations(table, rank, needs, given)
+    posts, confirmed = _posts(needs, incoming, look_ahead), _confirmations(table, rank, needs, given)
     return [
-        Step(action, posts[index], needs[index], confirmed[index], given.get(action))
-        for index, action in enumerate(table.actions[rank])
+        Step(action, post, need, done, given.get(action))
+        for action, post, need, done in zip(table.actions[rank], posts, needs, confirmed, strict=True)
     ]
 
 
@@ -349,7 +294,6 @@ def _key(message: Message) -> _Key:
 
 
 def _need(action: Action) -> _Key:
-    """What a pass takes in, if there is a stage that makes it."""
     return action.stage, action.kind != "F", action.micro_batch
 
 
@@ -383,6 +327,7 @@ def _posts(
     for need in needs:
         taken += need is not None and need.sender != need.receiver
         post: list[Message] = []
+        # A channel keeps its order: where a need comes behind messages of later needs, those are received as well.
         for message in arriving[: taken + look_ahead][max(taken - 1, 0) :]:
             begin = started[message.sender]
             post += incoming[message.sender][begin : message.order + 1]
@@ -395,6 +340,7 @@ def _confirmations(
     table: Table, rank: int, needs: Sequence[Message | None], given: Mapping[Action, Message]
 ) -> list[tuple[Message, ...]]:
     """For every action, what its need's arrival says to have arrived: all that its sender had used before making it."""
+    # A message that arrives was made by an action of its sender; whatever that had taken in before it is there.
     under_way: dict[int, list[tuple[int, Message]]] = {}
     made: dict[int, dict[Message, int]] = {}
     for peer in _peers(table, rank):

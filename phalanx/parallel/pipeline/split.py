@@ -21,16 +21,12 @@ from phalanx.model.shapes import mean_keys, parameter_table
 
 @dataclass(frozen=True)
 class StageSpan:
-    """What one pipeline stage holds: a run of layers, and the embedding or the loss head at the ends.
-
-    Attributes:
-        flops_per_token: forward and backward, of the whole stage.
-    """
+    """What one pipeline stage holds: a run of layers, and the embedding or the loss head at the ends."""
 
     layers: range
     first: bool
     last: bool
-    flops_per_token: float
+    flops_per_token: float  # forward and backward, of the whole stage
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Costs:
         return self.embedding + sum(self.layers) + self.head
 
 
-@lru_cache(maxsize=16)  # whoever looks for a layout asks again and again
+@lru_cache(maxsize=16)  # the search for a layout asks again and again
 def stage_costs(config: ModelConfig, sequence_length: int) -> Costs:
     """What the pieces of `config` cost; layers and head together are `phalanx.model.shapes.flops_per_token`.
 
@@ -85,7 +81,7 @@ def split_stages(config: ModelConfig, sequence_length: int, stages: int) -> list
     pieces = list(costs.layers)
     pieces[0] += costs.embedding
     pieces[-1] += costs.head
-    bounds = _kept_cut(tuple(pieces), stages)
+    bounds = cut(tuple(pieces), stages)
     return [
         StageSpan(range(begin, end), begin == 0, end == config.layers, sum(pieces[begin:end]))
         for begin, end in itertools.pairwise(bounds)
@@ -103,12 +99,7 @@ def imbalance(spans: Sequence[StageSpan]) -> float:
 
 
 @lru_cache(maxsize=256)
-def _kept_cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """As `cut`."""
-    return tuple(cut(costs, stages))
-
-
-def cut(costs: Sequence[float], stages: int) -> list[int]:
+def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     """Bounds 0 = b0 < b1 < … = len(costs): the least possible maximum of the sums between them, then of squares.
 
     Dynamic programming over where each span ends; of equal cuts, that with the shortest last span.
@@ -122,7 +113,7 @@ def cut(costs: Sequence[float], stages: int) -> list[int]:
     bounds = [len(costs)]
     for begins in reversed(chosen):
         bounds.append(begins[bounds[-1]])
-    return bounds[::-1]
+    return tuple(bounds[::-1])
 
 
 def _one_more(

@@ -1,10 +1,9 @@
 """torch's fused operators over symmetric memory, and whether the GPUs of a tensor group reach each other's memory.
 
-The back end for GPUs that read each other's memory over NVLink.
-
-``symm_mem::fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` are private to torch and used in this file
-alone; tests/parallel/test_tensor_fused.py says what they must do. They find the group by a name that it is
-registered under (`phalanx.parallel.mesh.Mesh.registered`).
+The back end for GPUs that read each other's memory over NVLink. ``symm_mem::fused_all_gather_matmul`` and
+``fused_matmul_reduce_scatter`` are private to torch and used in this file alone; tests/parallel/test_tensor_fused.py
+says what they must do. They find the group by a name that it is registered under
+(`phalanx.parallel.mesh.Mesh.registered`).
 
 *Gather, multiply*: every rank copies its rows into a buffer that the others can read, multiplies them, and then fetches
 and multiplies those of one peer after another, on two streams in turn, so that a copy runs beside a product. *Multiply,
@@ -14,12 +13,11 @@ they are added when all are there, in the order of ranks, so that the same input
 Both wait for the peers on the device, without end: a rank that is gone leaves the others waiting until their supervisor
 ends them. Several ranks may be on one device where TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, for tests.
 
+``parallel.tensor_overlap = "auto"`` comes to this where GPUs of a tensor group reach each other's memory. Each rank
+says where it computes, all hear it, and each looks whether its own device can read those of its group. One that cannot
+decides for all, so that every rank of a run does the same.
+
 Shapes: T tokens, n ranks, R = T / n rows of this rank, I inputs, O outputs.
-
-``parallel.tensor_overlap = "auto"`` comes to this where GPUs of a tensor group reach each other's memory.
-
-Each rank says where it computes, all hear it, and each looks whether its own device can read those of its group. One
-that cannot decides for all, so that every rank of a run does the same.
 """
 
 from __future__ import annotations
@@ -38,22 +36,18 @@ from phalanx.core.host import boot_id
 from phalanx.core.layout import Layout
 from phalanx.core.peers import Peers
 from phalanx.parallel.group import Group
-from phalanx.parallel.tensor.overlap import Pending
+from phalanx.parallel.tensor.overlap import Overlap, Pending
 
 # Enough to see that the members can reach each other; torch makes the workspace larger when it needs more.
 _PROBE_BYTES = 1 << 20
 
 
-class FusedOverlap:
-    """Collectives fused with products, one peer's rows at a time.
-
-    Args:
-        group: of two GPUs or more, for which `require_symmetric_memory` was called.
-        name: under which torch knows it.
-    """
+class FusedOverlap(Overlap):
+    """Collectives fused with products, one peer's rows at a time; torch knows the group of GPUs by `name`."""
 
     def __init__(self, group: Group, name: str) -> None:
-        self.group, self.name = group, name
+        super().__init__(group)
+        self.name = name
 
     def gather(self, x_RI: Tensor) -> Pending:
         """See `Overlap.gather`; an ordinary collective, beside whatever product comes."""
@@ -70,7 +64,7 @@ class FusedOverlap:
         self, x_RI: Tensor, matrices_IO: Sequence[Tensor], biases_O: Sequence[Tensor | None]
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Overlap.gather_products`."""
-        self._count("all_gather", x_RI.numel() * x_RI.element_size() * (self.group.size - 1))
+        self.group.traffic.add("all_gather", x_RI.numel() * x_RI.element_size() * (self.group.size - 1))
         x_TI, outs = torch.ops.symm_mem.fused_all_gather_matmul(x_RI.contiguous(), list(matrices_IO), 0, self.name)
         return x_TI, [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases_O, strict=True)]
 
@@ -78,12 +72,9 @@ class FusedOverlap:
         """See `Overlap.products_scatter`; several products are one of their stacked inputs, to be scattered once."""
         x_TI, matrix_IO = stacked(inputs_TI, matrices_IO)
         sent_bytes = x_TI.shape[0] * matrix_IO.shape[1] * x_TI.element_size()
-        self._count("reduce_scatter", sent_bytes * (self.group.size - 1) // self.group.size)
+        self.group.traffic.add("reduce_scatter", sent_bytes * (self.group.size - 1) // self.group.size)
         out = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, matrix_IO, "sum", 0, self.name)
         return Pending.done(out)
-
-    def _count(self, operation: str, sent_bytes: int) -> None:
-        self.group.traffic.add(operation, sent_bytes)
 
 
 def stacked(inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -95,9 +86,6 @@ def stacked(inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> tuple
 
 def require_symmetric_memory(name: str, kind: str = "fused") -> None:
     """Refuse symmetric memory where the members of the group `name` cannot have it; all of them call this.
-
-    Args:
-        kind: of overlap that needs it, for the message.
 
     Raises:
         UserError: there is no GPU, or the group's GPUs cannot reach each other's memory.
@@ -120,29 +108,18 @@ SHARED_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Seat(NamedTuple):
-    """Where a rank computes.
+    """Where a rank computes."""
 
-    Attributes:
-        host: the same for all ranks of a host.
-        gpu: the device's unique id; empty on a CPU.
-    """
-
-    host: str
-    gpu: str
+    host: str  # the same for all ranks of a host
+    gpu: str  # the device's unique id; empty on a CPU
 
 
 class Reach(NamedTuple):
-    """What a process knows of devices.
+    """What a process knows of devices."""
 
-    Attributes:
-        visible: number of each device that it sees, by unique id.
-        can_access: whether the first device reaches the memory of the second.
-        may_share: whether ranks may be on one device.
-    """
-
-    visible: Mapping[str, int]
-    can_access: Callable[[int, int], bool]
-    may_share: bool = False
+    visible: Mapping[str, int]  # number of each device that it sees, by unique id
+    can_access: Callable[[int, int], bool]  # whether the first device reaches the memory of the second
+    may_share: bool = False  # whether ranks may be on one device
 
 
 class Chosen(NamedTuple):
@@ -152,16 +129,14 @@ class Chosen(NamedTuple):
     why: str
 
 
-def choose_overlap(layout: Layout, peers: Peers, device: torch.device) -> Chosen:
-    """What ``"auto"`` comes to; all ranks call it together, and hear the same.
-
-    Args:
-        peers: all ranks of the layout.
-        device: on which this rank computes.
-    """
+def choose_overlap(
+    layout: Layout, peers: Peers, device: torch.device
+) -> tuple[Literal["none", "chunked", "fused"], str]:
+    """What ``"auto"`` comes to on `device`; all ranks call it together, and get the same."""
     if layout.tensor == 1:
         return Chosen("none", "")
-    gpus = [unique_id(index) for index in range(torch.cuda.device_count())] if device.type == "cuda" else []
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]  # the same in every process
     own = Seat(boot_id(), gpus[device.index] if gpus else "")
     seats = [Seat(*seat) for seat in peers.gather(list(own))]
     reach = Reach(
@@ -182,13 +157,7 @@ def chosen(in_the_way: str) -> Chosen:
 
 
 def obstacle_to_sharing(seats: Sequence[Seat], members: Sequence[int], rank: int, reach: Reach) -> str:
-    """Why `rank` cannot read the memory of all the others of its group; empty where it can.
-
-    Args:
-        seats: of all ranks.
-        members: ranks of the group.
-        reach: what `rank` knows of devices.
-    """
+    """Why `rank` cannot read the memory of all the other `members` of its group; empty where it can."""
     own = seats[rank]
     if not own.gpu:
         return "it computes on a CPU"
@@ -204,8 +173,3 @@ def obstacle_to_sharing(seats: Sequence[Seat], members: Sequence[int], rank: int
         elif not reach.can_access(reach.visible[own.gpu], reach.visible[seat.gpu]):
             return f"the GPU of rank {rank} cannot reach the memory of that of rank {other}"
     return ""
-
-
-def unique_id(index: int) -> str:
-    """Of a CUDA device, the same in every process."""
-    return str(torch.cuda.get_device_properties(index).uuid)

@@ -8,20 +8,18 @@ against each other; what is computed is the same.
 back end  file                  what it does
 ========= ===================== ====================================================================================
 none      overlap.py            one after the other; also what a group of one runs, without copies
-chunked   chunked.py            both cut into chunks of token rows that are pipelined, on any device
+chunked   overlap.py            both cut into chunks of token rows that are pipelined, on any device
 fused     fused.py              torch's fused operators over symmetric memory, on GPUs that reach each other's memory
 tiles     tiles.py              the same by Triton kernels of ours that wait for rows, and send, tile by tile
 ========= ===================== ====================================================================================
-
-Shapes: T tokens of the sequences, n ranks, R = T / n rows of this rank, I inputs, O outputs of a product.
 
 *The chunked back end*, for any device, pipelines collectives and products in chunks of token rows.
 
 The idea is that of MegaScale (arXiv 2402.15627, section 3.2) and Flux (arXiv 2406.06858): a product of many rows is
 many products of few rows, so each can begin when its rows have come, or send its rows when they are done.
 
-*Gather, then multiply*: all chunks' gathers are started at once; this rank's own rows, which need nobody, are
-multiplied first, then the others' as they come. *Multiply, then scatter*: the rows of other ranks are multiplied
+*Gather, then multiply*: all chunks' gathers are started at once; this rank's own rows, which are here, are multiplied
+first, then the others' as they come. *Multiply, then scatter*: the rows of other ranks are multiplied
 first, a chunk at a time, and sent as soon as they are done; this rank's own rows come last, while the last chunks
 travel, and what the others sent is added to them. A scatter is an all-to-all and a local sum, as in Flux.
 
@@ -31,9 +29,8 @@ that come get smaller, and those that go larger: with the same number of chunks 
 On a CPU the rows go as messages, straight from and to where they belong: gloo sends them one after the other, so that
 the first chunk is there when its bytes are, while two of gloo's collectives at a time share the link, and its
 all-gather alone took 1.5 times as long (65 ms against 44, 2 MiB at 400 Mbit/s). On a GPU they are collectives, which
-NCCL runs in its own stream; it waits for the products, and the products for it, without the host.
-Equal to the plain back end but for the order in which sums of more
-than two ranks are rounded.
+NCCL runs in its own stream; it waits for the products, and the products for it, without the host. Equal to the plain
+back end but for the order in which sums of more than two ranks are rounded.
 
 Shapes: T tokens, n ranks, R = T / n rows of this rank, C rows of a chunk on each rank, I inputs, O outputs.
 """
@@ -42,7 +39,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,7 +56,7 @@ class Pending:
 
     @staticmethod
     def done(value: Tensor) -> Pending:
-        """One that is here."""
+        """A tensor that is here."""
         return Pending(lambda: value)
 
     def wait(self) -> Tensor:
@@ -71,52 +67,34 @@ class Pending:
         return self._value
 
 
-class Overlap(Protocol):
-    """How collectives run against matrix products. All members of the group make the same calls in the same order.
+class Overlap:
+    """How collectives run against matrix products: here one after the other, each waited for, or in a group of one.
 
-    Matrices are (I, O), in any layout of memory; rows are contiguous. Nothing is differentiated here.
+    All members of the group make the same calls in the same order. Matrices are (I, O), in any layout of memory; rows
+    are contiguous. Nothing is differentiated here.
     """
-
-    @property
-    def group(self) -> Group:
-        """The ranks that split the matrices."""
-        ...
-
-    def gather(self, x_RI: Tensor) -> Pending:
-        """Start to gather rows that are needed later: (R, I) -> (T, I)."""
-        ...
-
-    def gather_products(
-        self, x_RI: Tensor, matrices_IO: Sequence[Tensor], biases_O: Sequence[Tensor | None]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The gathered rows (T, I) and their product with each matrix (T, O), plus its bias."""
-        ...
-
-    def products_scatter(self, inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Pending:
-        """The sum over ranks of ``sum(x @ m)`` at the rows of this rank, (R, O); the products are made at once."""
-        ...
-
-
-class PlainOverlap:
-    """One after the other, each waited for; `group` may be a group of one."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def gather(self, x_RI: Tensor) -> Pending:
-        """See `Overlap.gather`."""
+        """Start to gather rows that are needed later: (R, I) -> (T, I)."""
         return Pending.done(gather_rows(self.group, x_RI))
 
     def gather_products(
         self, x_RI: Tensor, matrices_IO: Sequence[Tensor], biases_O: Sequence[Tensor | None]
     ) -> tuple[Tensor, list[Tensor]]:
-        """See `Overlap.gather_products`."""
+        """The gathered rows (T, I) and their product with each matrix (T, O), plus its bias."""
         x = gather_rows(self.group, x_RI)
-        return x, [product(x, m, bias) for m, bias in zip(matrices_IO, biases_O, strict=True)]
+        products = [
+            project(x, m) if bias is None else torch.addmm(bias, x, m)
+            for m, bias in zip(matrices_IO, biases_O, strict=True)
+        ]
+        return x, products
 
     def products_scatter(self, inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Pending:
-        """See `Overlap.products_scatter`."""
-        return Pending.done(scatter_rows(self.group, sum_of_products(inputs_TI, matrices_IO)))
+        """The sum over ranks of ``sum(x @ m)`` at the rows of this rank, (R, O); the products are made at once."""
+        return Pending.done(scatter_rows(self.group, _sum_of_products(inputs_TI, matrices_IO)))
 
 
 def gather_rows(group: Group, x_R: Tensor) -> Tensor:
@@ -138,13 +116,7 @@ def scatter_rows(group: Group, x_T: Tensor) -> Tensor:
     return out.to(x_T.dtype)
 
 
-def product(x_TI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x @ matrix + bias``."""
-    return project(x_TI, matrix_IO) if bias_O is None else torch.addmm(bias_O, x_TI, matrix_IO)
-
-
-def sum_of_products(inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Tensor:
-    """``sum(x @ m)``, each added by the product that makes it."""
+def _sum_of_products(inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Tensor:
     out: Tensor | None = None
     for x, matrix in zip(inputs_TI, matrices_IO, strict=True):
         out = project(x, matrix, out)
@@ -158,11 +130,10 @@ Wait = Callable[[], None]
 _TAGS = 1 << 20
 
 
-class ChunkedOverlap:
-    """Pipelined chunks.
+class ChunkedOverlap(Overlap):
+    """Pipelined chunks, in a group of two ranks or more.
 
     Args:
-        group: of two ranks or more.
         chunks: into how many the rows of each rank are cut.
         messages: whether rows travel as messages between pairs; None: with gloo. (With NCCL all ranks would wait for
             what they receive before they sent anything.)
@@ -170,7 +141,8 @@ class ChunkedOverlap:
 
     def __init__(self, group: Group, chunks: int, *, messages: bool | None = None) -> None:
         assert group.size > 1 and chunks > 0
-        self.group, self.chunks, self.messages = group, chunks, messages
+        super().__init__(group)
+        self.chunks, self.messages = chunks, messages
         self._tag = 0
 
     def gather(self, x_RI: Tensor) -> Pending:
@@ -195,7 +167,7 @@ class ChunkedOverlap:
 
         def multiply(member: int, chunk: slice) -> None:
             for out, matrix, bias in zip(outs, matrices_IO, biases_O, strict=True):
-                product_into(out[member, chunk], x_nRI[member, chunk], matrix, bias)
+                _product_into(out[member, chunk], x_nRI[member, chunk], matrix, bias)
 
         multiply(self.group.index, slice(None))
         for chunk, wait in zip(chunks, coming, strict=True):
@@ -211,29 +183,38 @@ class ChunkedOverlap:
         shapes = [(self.group.size, chunk.stop - chunk.start, matrices_IO[0].shape[1]) for chunk in chunks]
         received = [matrices_IO[0].new_empty(shape) for shape in shapes]
         links = [self._open_scatter(x_nCO) for x_nCO in received]
-        going = [
-            send(self._products_of_others(blocks, matrices_IO, chunk))
-            for send, chunk in zip(links, chunks, strict=True)
-        ]
-        own_RO = sum_of_products([block[self.group.index] for block in blocks], matrices_IO)
+        going = []
+        for send, chunk, x_nCO in zip(links, chunks, received, strict=True):
+            # What this rank adds to one chunk of the rows of every other member.
+            out_nCO = torch.empty_like(x_nCO)
+            for member in self._others():
+                inputs = [block[member, chunk] for block in blocks]
+                if len(inputs) == 1:
+                    _product_into(out_nCO[member], inputs[0], matrices_IO[0], None)
+                else:
+                    out_nCO[member].copy_(_sum_of_products(inputs, matrices_IO))
+            going.append(send(out_nCO))
+        own_RO = _sum_of_products([block[self.group.index] for block in blocks], matrices_IO)
 
         def finish() -> Tensor:
             out_RO = torch.empty_like(own_RO, dtype=torch.promote_types(own_RO.dtype, torch.float32))
             for chunk, wait, x_nCO in zip(chunks, going, received, strict=True):
                 wait()
-                add_into(out_RO[chunk], own_RO[chunk], [x_nCO[member] for member in self._others()])
+                # Added in the type of `out`; `own` stays as it is, for selective recompute may keep it.
+                first, *rest = [x_nCO[member] for member in self._others()]
+                torch.add(own_RO[chunk].to(out_RO.dtype), first, out=out_RO[chunk])
+                for x_CO in rest:
+                    out_RO[chunk] += x_CO
             return out_RO.to(own_RO.dtype)
 
         return Pending(finish)
 
     def _with_own(self, x_RI: Tensor) -> Tensor:
-        """Room for the rows of all members, with this rank's in it: (n, R, I)."""
         x_nRI = x_RI.new_empty(self.group.size, *x_RI.shape)
         x_nRI[self.group.index] = x_RI
         return x_nRI
 
     def _start_gather(self, x_nRI: Tensor, chunk: slice) -> Wait:
-        """Start to fetch one chunk of the rows of every other member, to where it belongs."""
         own_CI = x_nRI[self.group.index, chunk]
         if self._by_messages(own_CI):
             others = self._others()
@@ -255,14 +236,6 @@ class ChunkedOverlap:
             return lambda sent_nCO: send({m: sent_nCO[m] for m in others})
         received = received_nCO.flatten(0, 1)
         return lambda sent_nCO: self.group.all_to_all(received, sent_nCO.flatten(0, 1)).wait
-
-    def _products_of_others(self, blocks_nRI: Sequence[Tensor], matrices_IO: Sequence[Tensor], chunk: slice) -> Tensor:
-        """What this rank adds to one chunk of the rows of every other member, (n, C, O)."""
-        rows = chunk.stop - chunk.start
-        out_nCO = matrices_IO[0].new_empty(self.group.size, rows, matrices_IO[0].shape[1])
-        for member in self._others():
-            sum_into(out_nCO[member], [block[member, chunk] for block in blocks_nRI], matrices_IO)
-        return out_nCO
 
     def _open(self, received: Mapping[int, Tensor]) -> Callable[[Mapping[int, Tensor]], Wait]:
         """Be ready for a message from each of some members; gives the function that sends one to each.
@@ -310,26 +283,10 @@ def rising_chunks(rows: int, count: int) -> list[slice]:
     return [slice(rows - chunk.stop, rows - chunk.start) for chunk in reversed(falling_chunks(rows, count))]
 
 
-def product_into(out_TO: Tensor, x_TI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None) -> None:
-    """``out = x @ matrix + bias``; for a part of a tensor that is made in parts."""
+def _product_into(out_TO: Tensor, x_TI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None) -> None:
     if bias_O is not None:
         torch.addmm(bias_O, x_TI, matrix_IO, out=out_TO)
     elif x_TI.device.type == "cpu" and x_TI.dtype == torch.float32:
         out_TO.copy_(project(x_TI, matrix_IO))  # Its library is the faster one, but cannot write into a given tensor.
     else:
         torch.mm(x_TI, matrix_IO, out=out_TO)
-
-
-def sum_into(out_TO: Tensor, inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> None:
-    """``out = sum(x @ m)``."""
-    if len(inputs_TI) == 1:
-        product_into(out_TO, inputs_TI[0], matrices_IO[0], None)
-    else:
-        out_TO.copy_(sum_of_products(inputs_TI, matrices_IO))
-
-
-def add_into(out_CO: Tensor, own_CO: Tensor, others_CO: Sequence[Tensor]) -> None:
-    """``out = own + sum(others)``, added in the type of `out`; `own` stays, for selective recompute may keep it."""
-    torch.add(own_CO.to(out_CO.dtype), others_CO[0], out=out_CO)
-    for other_CO in others_CO[1:]:
-        out_CO += other_CO

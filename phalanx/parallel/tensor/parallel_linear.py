@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.core.errors import UserError
 from phalanx.parallel.deferred_gradients import WeightQueue
+from phalanx.parallel.group import Group
 from phalanx.parallel.tensor.overlap import Overlap, Pending
 
 
@@ -34,15 +37,29 @@ class Spread:
     queue: WeightQueue | None = None
 
 
+def local_rows(tokens: int, group: Group) -> slice:
+    """This rank's rows of the stream of `tokens` tokens (B * S, of the local part of the sequences).
+
+    Raises:
+        UserError: the ranks cannot have equally many.
+    """
+    if tokens % group.size:
+        raise UserError(
+            f"does not divide the {tokens} tokens of a micro-batch, whose rows the ranks share",
+            cure=f"make micro-batch times sequence length a multiple of {group.size}",
+            field="parallel.tensor",
+            value=group.size,
+        )
+    rows = tokens // group.size
+    return slice(group.index * rows, (group.index + 1) * rows)
+
+
 def gather_products(
     spread: Spread, x_RD: Tensor, weights_ND: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
-    """Rows of the stream, gathered, by each weight: (R, D) -> (T, N) each.
+    """Rows of the stream (in the compute type), gathered, by each weight: (R, D) -> (T, N) each.
 
-    Args:
-        x_RD: in the compute type.
-        weights_ND: stored weights (outputs, inputs).
-        biases: for the first rows of each weight, or None.
+    Weights are stored as (outputs, inputs); a bias is for the first rows of its weight.
     """
     out: tuple[Tensor, ...] = _GatherProducts.apply(spread, len(weights_ND), x_RD, *weights_ND, *biases)  # type: ignore[no-untyped-call]
     return out
@@ -51,8 +68,7 @@ def gather_products(
 def products_scatter(spread: Spread, inputs_TN: Sequence[Tensor], weights_ND: Sequence[nn.Parameter]) -> Tensor:
     """The sum over ranks and inputs of input by weight, at the rows of this rank: (T, N) each -> (R, D).
 
-    Args:
-        weights_ND: stored weights (inputs, outputs).
+    Weights are stored as (inputs, outputs).
     """
     out: Tensor = _ProductsScatter.apply(spread, len(weights_ND), *inputs_TN, *weights_ND)  # type: ignore[no-untyped-call]
     return out
@@ -110,18 +126,13 @@ class _ProductsScatter(torch.autograd.Function):
 def _weight_gradients(
     spread: Spread, weights: Sequence[Tensor], needed: Sequence[bool], left: Sequence[Tensor], right: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """``left.T @ right`` for each weight, now or put off."""
-    return [
-        _weight_gradient(spread, weight, a, b) if need else None
-        for weight, need, a, b in zip(weights, needed, left, right, strict=True)
-    ]
-
-
-def _weight_gradient(spread: Spread, weight: Tensor, left_TN: Tensor, right_TD: Tensor) -> Tensor | None:
-    if spread.queue is not None and spread.queue.deferring:
-        spread.queue.put(weight, lambda: torch.mm(left_TN.t(), right_TD))
-        return None
-    return torch.mm(left_TN.t(), right_TD).to(weight.dtype)
+    gradients: list[Tensor | None] = []
+    for weight, need, a, b in zip(weights, needed, left, right, strict=True):
+        if need and spread.queue is not None and spread.queue.deferring:
+            spread.queue.put(weight, partial(torch.mm, a.t(), b))
+            need = False
+        gradients.append(torch.mm(a.t(), b).to(weight.dtype) if need else None)
+    return gradients
 
 
 def _padded(bias: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor | None:

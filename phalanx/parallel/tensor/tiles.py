@@ -5,7 +5,7 @@ of one rank after another, chunk by chunk, and set a signal after each, for whic
 it wait. *Multiply, scatter*: tiles of the product are written to the ranks whose rows they are of, which add them up as
 they come. What kernels do and signals mean: `phalanx.kernels.products_triton`.
 
-Nobody waits for what cannot come. A product waits only for copies that were given to the device before it, and copies
+No wait is in vain. A product waits only for copies that were given to the device before it, and copies
 for nothing but the meeting of all ranks before them; the product leaves a few multiprocessors to copies that need one
 (those within a device do). Products that are scattered do not wait, and sums wait for products that do not.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,66 +40,73 @@ _CHUNKS = 4
 """Pieces in which the rows of each rank are fetched."""
 
 
-class SharedMemory(Protocol):
+class _CopyStream:
+    """A stream beside the current one, where copies run beside products."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def beside(self) -> AbstractContextManager[Any]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def signal(self, signals: Tensor, index: int, call: int) -> None:
+        # Written by the stream, not by a multiprocessor, and with a fence of the whole system before it.
+        TorchMemory.stream_write_value32(signals, index, call)
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class _SymmetricMemory:
     """Memory that all ranks of a group have alike and reach; it grows, and what is new of it is zero.
 
     All ranks make the same calls of `reserve` and `meet`.
     """
 
-    @property
-    def addresses(self) -> Tensor:
-        """Of each rank's memory, int64 (n,)."""
-        ...
+    def __init__(self, name: str, size: int, device: torch.device) -> None:
+        self._name, self._size, self._device = c10d.GroupName(name), size, device
+        self._memory: Tensor | None = None
+        self._handle: Any = None
+        self.addresses = torch.empty(0, dtype=torch.int64)  # of each rank's memory, (n,)
 
     def reserve(self, size_bytes: int) -> None:
         """Have at least so much; where there is less, all ranks wait for each other, and their devices."""
-        ...
+        if self._memory is not None and self._memory.numel() >= size_bytes:
+            return
+        if self._handle is not None:
+            self._handle.barrier()
+            torch.cuda.synchronize(self._device)  # the memory of before, which goes now, is no longer in use
+        self._memory = TorchMemory.empty_strided_p2p((size_bytes,), [1], torch.uint8, self._device, self._name)
+        self._memory.zero_()
+        self._handle = TorchMemory.rendezvous(self._memory)
+        pointers = [self.of(rank, (size_bytes,), torch.uint8).data_ptr() for rank in range(self._size)]
+        self.addresses = torch.tensor(pointers, dtype=torch.int64, device=self._device)
+        self._handle.barrier()  # no rank writes before all are zero
 
     def meet(self, channel: int) -> None:
         """Wait, in the order of the stream, until all ranks have come here."""
-        ...
+        self._handle.barrier(channel=channel)
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The memory of one rank, from its beginning."""
-        ...
-
-
-class Lane(Protocol):
-    """Where copies run beside products."""
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """Within it work goes into the lane, after all that was begun before."""
-        ...
-
-    def signal(self, signals: Tensor, index: int, call: int) -> None:
-        """Within `beside`: write a signal, after all that is in the lane."""
-        ...
-
-    def join(self) -> None:
-        """What is begun from now on comes after all that is in the lane."""
-        ...
+        memory: Tensor = self._handle.get_buffer(rank, list(shape), dtype)
+        return memory
 
 
 class TilesOverlap(FusedOverlap):
     """Collectives fused with products tile by tile; `tiles_on_gpu` makes one.
 
-    Args:
-        group: of two ranks or more.
-        name: under which torch knows it.
-        rows, signals: memory for rows and partial sums, and for signals, of this object alone.
-        lane: for copies.
-        device: on which it computes.
-        programs: that run at a time, at most; fewer where they may wait, to leave room for copies.
-        blocks: how products are cut; None: as usual.
+    Memory for rows and partial sums, and for signals, is of this object alone. At most `programs` run at a time; fewer
+    where they may wait, to leave room for copies.
     """
 
     def __init__(
         self,
         group: Group,
         name: str,
-        rows: SharedMemory,
-        signals: SharedMemory,
-        lane: Lane,
+        rows: _SymmetricMemory,
+        signals: _SymmetricMemory,
+        lane: _CopyStream,
         device: torch.device,
         programs: int,
         blocks: Blocks | None = None,
@@ -118,10 +125,10 @@ class TilesOverlap(FusedOverlap):
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Overlap.gather_products`."""
         x_RI, size, own = x_RI.contiguous(), self.group.size, self.group.index
-        self._count("all_gather", x_RI.numel() * x_RI.element_size() * (size - 1))
+        self.group.traffic.add("all_gather", x_RI.numel() * x_RI.element_size() * (size - 1))
         self._call += 1
         self._rows.reserve(x_RI.numel() * x_RI.element_size())
-        self._rows.meet(0)  # nobody fetches what was there before
+        self._rows.meet(0)  # no rank fetches what was there before
         self._rows.of(own, x_RI.shape, x_RI.dtype).copy_(x_RI)
         x_nRI = x_RI.new_empty(size, *x_RI.shape)
         x_nRI[own] = x_RI
@@ -144,13 +151,13 @@ class TilesOverlap(FusedOverlap):
         x_TI, matrix_IO = stacked(inputs_TI, matrices_IO)
         x_TI, size, own = x_TI.contiguous(), self.group.size, self.group.index
         rows, outputs = x_TI.shape[0] // size, matrix_IO.shape[1]
-        self._count("reduce_scatter", rows * outputs * x_TI.element_size() * (size - 1))
+        self.group.traffic.add("reduce_scatter", rows * outputs * x_TI.element_size() * (size - 1))
         self._call += 1
         blocks = self._blocks or self._kernels.usual_blocks(x_TI)
         tiles = self._kernels.tiles_of(rows, outputs, blocks)
         self._rows.reserve(x_TI.shape[0] * outputs * x_TI.element_size())
         self._signals.reserve(4 * size * tiles)
-        self._rows.meet(0)  # nobody adds up, or fetches, what was there before
+        self._rows.meet(0)  # no rank adds up, or fetches, what was there before
         owners = self._kernels.Owners(self._rows.addresses, self._signals.addresses, self._call)
         self._kernels.product_to_owners(x_TI, matrix_IO, owners, own, size, self._programs, blocks)
         slots = self._rows.of(own, (size, rows, outputs), x_TI.dtype)
@@ -184,51 +191,3 @@ def tiles_on_gpu(group: Group, name: str) -> TilesOverlap:
     except ImportError as error:
         problem, cure = "needs the package triton, which is not there", "set it to 'fused'"
         raise UserError(problem, cure=cure, field="parallel.tensor_overlap", value="tiles") from error
-
-
-class _CopyStream:
-    """A stream beside the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def beside(self) -> AbstractContextManager[Any]:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
-
-    def signal(self, signals: Tensor, index: int, call: int) -> None:
-        """Of the stream, not of a multiprocessor, and with a fence of the whole system before it."""
-        TorchMemory.stream_write_value32(signals, index, call)
-
-    def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-
-class _SymmetricMemory:
-    """torch's, an allocation of its own."""
-
-    def __init__(self, name: str, size: int, device: torch.device) -> None:
-        self._name, self._size, self._device = c10d.GroupName(name), size, device
-        self._memory: Tensor | None = None
-        self._handle: Any = None
-        self.addresses = torch.empty(0, dtype=torch.int64)
-
-    def reserve(self, size_bytes: int) -> None:
-        if self._memory is not None and self._memory.numel() >= size_bytes:
-            return
-        if self._handle is not None:
-            self._handle.barrier()
-            torch.cuda.synchronize(self._device)  # nobody uses the memory of before, which goes now
-        self._memory = TorchMemory.empty_strided_p2p((size_bytes,), [1], torch.uint8, self._device, self._name)
-        self._memory.zero_()
-        self._handle = TorchMemory.rendezvous(self._memory)
-        pointers = [self.of(rank, (size_bytes,), torch.uint8).data_ptr() for rank in range(self._size)]
-        self.addresses = torch.tensor(pointers, dtype=torch.int64, device=self._device)
-        self._handle.barrier()  # nobody writes before all are zero
-
-    def meet(self, channel: int) -> None:
-        self._handle.barrier(channel=channel)
-
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        memory: Tensor = self._handle.get_buffer(rank, list(shape), dtype)
-        return memory

@@ -3,7 +3,7 @@
 *Embedding*: each rank looks up the tokens whose rows it has, zeros for the others, and a reduce-scatter leaves every
 rank its rows of the stream.
 
-*Loss*: as in `phalanx.kernels.loss`, and by the same kernels (`phalanx.kernels.cross_entropy`), a chunk of tokens at a
+*Loss*: as in `phalanx.kernels.loss`, and by the same kernels, a chunk of tokens at a
 time is projected and its logits are turned in place into their gradient; but a chunk's tokens are gathered first, each
 rank has the logits of its words alone, and the only things exchanged about them are two numbers per token and rank: the
 log-sum-exp over the rank's words, and the target's logit where the rank has it. All ranks get the same loss, to the
@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.kernels.cross_entropy import LogitTerms, mask_padding, row_gradient, row_statistics
 from phalanx.kernels.linear import add_product, linear, project
-from phalanx.kernels.loss import chunk_tokens, same_factor, scaled
+from phalanx.kernels.loss import LogitTerms, chunk_tokens, head_gradients, mask_padding, row_gradient, row_statistics
 from phalanx.parallel.group import Group, Work
 from phalanx.parallel.tensor.overlap import gather_rows, scatter_rows
 
@@ -65,15 +64,9 @@ def split_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Sums over all T tokens of weighted loss and weighted z-loss, the same on every rank.
 
-    Gradients are made in the forward, and are those of the sum of the two, once for the whole group: that of the
-    hidden rows is complete, that of the weight is over all tokens.
-
-    Args:
-        hidden_RD: this rank's normed rows, in the compute type.
-        weight_WD: this rank's rows of the head.
-        targets_T: int64 next words of all tokens.
-        weights_T: fp32 weights of all tokens (default 1).
-        terms: with the words of the whole vocabulary.
+    Hidden rows and head are this rank's, targets and weights (default 1) those of all tokens, and `terms` of the whole
+    vocabulary. Gradients are made in the forward, and are those of the sum of the two, once for the whole group: that
+    of the hidden rows is complete, that of the weight is over all tokens.
 
     Raises:
         UserError: the shapes do not fit; in backward, second derivatives or unequal factors of the sums are asked for.
@@ -112,13 +105,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UserError("the split loss has no second derivatives", cure="take the loss of plain logits instead")
-        if ctx.z_loss and not same_factor(grad_loss, grad_z):
-            raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
-        if grad_loss is None:
-            return (None,) * 7
-        return *scaled(ctx, grad_loss), *(None,) * 5
+        return head_gradients(ctx, grad_loss, grad_z, "split", 7)
 
 
 @dataclass(frozen=True)
@@ -134,7 +121,9 @@ class _Head:
         self, hidden_RD: Tensor, targets_nR: Tensor, weights_nR: Tensor
     ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
         """Loss and z-loss, and the gradients that are needed: of the hidden rows, and of the weight in fp32."""
-        chunks = self._chunks(hidden_RD.shape[0])
+        size, (words, width), count = self.group.size, self.weight_WD.shape, hidden_RD.shape[0]
+        step = max(1, chunk_tokens(count * size, words, width, self.weight_WD.device.type) // size)
+        chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         sums = [hidden_RD.new_zeros((), dtype=torch.float32) for _ in range(2)]
         dx_RD = torch.empty_like(hidden_RD, dtype=torch.float32) if self.needs[0] else None
         dw_WD: Tensor | None = None
@@ -154,11 +143,6 @@ class _Head:
         for work, _ in scatters:
             work.wait()
         return sums, None if dx_RD is None else dx_RD.to(hidden_RD.dtype), dw_WD
-
-    def _chunks(self, rows: int) -> list[slice]:
-        tokens, (words, width) = rows * self.group.size, self.weight_WD.shape
-        size = max(1, chunk_tokens(tokens, words, width, self.weight_WD.device.type) // self.group.size)
-        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def _gather(self, hidden_RD: Tensor, rows: slice) -> tuple[Work, Tensor]:
         mine = hidden_RD[rows]
@@ -180,13 +164,7 @@ class _Head:
         return row_gradient(seen, lse_C, row_C, weights_C, own)
 
 
-def mask_own_padding(group: Group, logits: Tensor, vocabulary: int) -> Tensor:
-    """The logits (..., W) of this rank's words, with -inf written where these are behind `vocabulary`."""
-    return mask_padding(logits, _own_words(group, logits.shape[-1], vocabulary))
-
-
 def _own_words(group: Group, rows: int, vocabulary: int) -> int:
-    """How many of the `rows` of this rank are words; the others are padding."""
     return min(max(vocabulary - group.index * rows, 0), rows)
 
 
@@ -195,5 +173,5 @@ def full_logits(group: Group, hidden_R: Tensor, weight_WD: Tensor, terms: LogitT
     logits_TW = linear(gather_rows(group, hidden_R), weight_WD.to(hidden_R.dtype)).float()
     if terms.softcap:
         logits_TW = terms.softcap * torch.tanh(logits_TW / terms.softcap)
-    logits_TW = mask_own_padding(group, logits_TW, terms.words)
+    logits_TW = mask_padding(logits_TW, _own_words(group, logits_TW.shape[-1], terms.words))
     return gather_rows(group, logits_TW.t()).t()

@@ -1,8 +1,5 @@
 """One bucket: where stored parameters lie in its flat memory, and the collectives over it.
 
-*Places:* where stored parameters lie on flat buckets, and which rows of the logical ones a rank's part of a bucket
-holds.
-
 A bucket is a table of rows of the hidden width. Every stored parameter begins at a row of its own: matrices are as wide
 as the table, vectors fill a row and more and leave the rest of their last row empty. The table is padded to a multiple
 of the number of ranks that share it, so its equal parts are runs of rows of matrices and of elements of vectors, and
@@ -26,7 +23,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.decoder import DecoderPart
 from phalanx.model.layers import Part, Stored
 from phalanx.parallel.group import Group, Work
 
@@ -36,65 +32,51 @@ _FIRST = 8
 
 @dataclass
 class StoredParameter:
-    """One stored parameter of a model part, still without memory.
+    """One stored parameter of a model part, still without memory."""
 
-    Attributes:
-        meta: the parameter as the part was built with it.
-        parts: the logical parameters in it, by rows (elements of vectors).
-        holders: module and attribute, wherever it is registered (a tied weight in two modules).
-    """
-
-    meta: nn.Parameter
-    parts: tuple[Part, ...]
+    meta: nn.Parameter  # the parameter as the part was built with it
+    parts: tuple[Part, ...]  # the logical parameters in it, by rows (elements of vectors)
+    # module and attribute, wherever it is registered (a tied weight in two modules)
     holders: list[tuple[nn.Module, str]]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What parameters of one bucket have in common.
+class BucketKind:
+    """What parameters of one bucket have in common."""
 
-    Attributes:
-        dtype: of the gathered weights.
-        vectors: whether they are vectors, which stay gathered also where parameters are split (ZeRO-3).
-        shared: the same on all tensor-parallel ranks, whose gradients are then parts of a sum.
-        tied: held by the first and the last stage.
-        unit: the part of the model that is gathered at once (ZeRO-3); -1 where all of it is.
-    """
-
-    dtype: torch.dtype
-    vectors: bool
-    shared: bool
-    tied: bool
-    unit: int
+    dtype: torch.dtype  # of the gathered weights
+    vectors: bool  # whether they are vectors, which stay gathered also where parameters are split (ZeRO-3)
+    shared: bool  # the same on all tensor-parallel ranks, whose gradients are then parts of a sum
+    tied: bool  # held by the first and the last stage
+    unit: int  # the part of the model that is gathered at once (ZeRO-3); -1 where all of it is
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A stored parameter in a bucket: its rows ``[row, row + rows)``, `numel` elements from the first on."""
+class _Slot:
+    """A stored parameter in a bucket: its rows ``[row, row + rows)``, all elements from the first on."""
 
     stored: StoredParameter
     order: int
     row: int
     rows: int
 
-    @property
-    def numel(self) -> int:
-        """Elements of the parameter, without padding."""
-        return self.stored.meta.numel()
-
 
 @dataclass
-class Place:
+class BucketLayout:
     """A bucket as planned: its kind, and its slots from the first row on."""
 
-    kind: Kind
+    kind: BucketKind
     width: int
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[_Slot] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
         """Rows that are in use."""
         return self.slots[-1].row + self.slots[-1].rows if self.slots else 0
+
+    def add(self, stored: StoredParameter, order: int) -> None:
+        """Put a parameter behind the others."""
+        self.slots.append(_Slot(stored, order, self.rows, rows_of(stored.meta, self.width)))
 
     @property
     def first_use(self) -> int:
@@ -105,31 +87,21 @@ class Place:
         """Rows of the whole table, for equal parts."""
         return -(-self.rows // ranks) * ranks
 
-    def add(self, stored: StoredParameter, order: int) -> None:
-        """Put a parameter behind the others."""
-        self.slots.append(Slot(stored, order, self.rows, rows_of(stored.meta, self.width)))
-
 
 @dataclass(frozen=True)
-class Run:
-    """What a rank's part of a bucket holds of one logical parameter; it may be nothing.
+class HeldRows:
+    """What a rank's part of a bucket holds of one logical parameter; it may be nothing."""
 
-    Attributes:
-        name: of the logical parameter.
-        start, count: rows (elements of vectors) of it, as this tensor-parallel rank numbers them.
-        offset: first element, from the beginning of the rank's part of the bucket.
-        shape: of the run.
-    """
-
-    name: str
+    name: str  # of the logical parameter
+    # start, count: rows (elements of vectors) of it, as this tensor-parallel rank numbers them
     start: int
     count: int
-    offset: int
-    shape: tuple[int, ...]
+    offset: int  # first element, from the beginning of the rank's part of the bucket
+    shape: tuple[int, ...]  # of the run
 
 
-def stored_parameters(part: DecoderPart) -> list[StoredParameter]:
-    """All stored parameters in order of use; those that are no longer on the meta device belong to somebody else."""
+def stored_parameters(part: nn.Module) -> list[StoredParameter]:
+    """All stored parameters in order of use; those that are not on the meta device belong to another chunk."""
     found: dict[int, StoredParameter] = {}
     for module in part.modules():
         for attribute, parameter in module.named_parameters(recurse=False):
@@ -144,27 +116,23 @@ def stored_parameters(part: DecoderPart) -> list[StoredParameter]:
 
 
 def plan_places(
-    stored: Iterable[StoredParameter], kind_of: Callable[[StoredParameter], Kind], width: int, bucket_bytes: int
-) -> list[Place]:
-    """Buckets in order of use; one is closed when the next parameter of its kind would make it too large.
+    stored: Iterable[StoredParameter], kind_of: Callable[[StoredParameter], BucketKind], width: int, bucket_bytes: int
+) -> list[BucketLayout]:
+    """Buckets in order of use; one is closed when the next parameter would make it larger than `bucket_bytes`.
 
     The first bucket of a kind is smaller: nothing is computed yet that could hide its gather, and nothing any more that
     could hide its reduction.
-
-    Args:
-        width: elements of a row.
-        bucket_bytes: the size, in fp32, that only a bucket of a single parameter exceeds.
     """
-    places: list[Place] = []
-    limits: dict[Kind, int] = {}
-    open_places: dict[Kind, Place] = {}
+    places: list[BucketLayout] = []
+    limits: dict[BucketKind, int] = {}
+    open_places: dict[BucketKind, BucketLayout] = {}
     for order, one in enumerate(stored):
         kind = kind_of(one)
         place = open_places.get(kind)
         size = 0 if place is None else (place.rows + rows_of(one.meta, width)) * width * 4
         if place is None or size > limits[kind]:
             limits[kind] = bucket_bytes // _FIRST if place is None else bucket_bytes
-            place = open_places[kind] = Place(kind, width)
+            place = open_places[kind] = BucketLayout(kind, width)
             places.append(place)
         place.add(one, order)
     return places
@@ -176,7 +144,7 @@ def rows_of(parameter: torch.Tensor, width: int) -> int:
     return -(-parameter.numel() // width)
 
 
-def runs(place: Place, first_row: int, rows: int) -> Iterator[Run]:
+def runs(place: BucketLayout, first_row: int, rows: int) -> Iterator[HeldRows]:
     """What the rows ``[first_row, first_row + rows)`` of a bucket hold of each of its logical parameters, in order."""
     begin, end = first_row * place.width, (first_row + rows) * place.width
     for slot in place.slots:
@@ -186,53 +154,32 @@ def runs(place: Place, first_row: int, rows: int) -> Iterator[Run]:
             start, stop = (min(max(edge, first), first + part.rows * step) for edge in (begin, end))
             shape = ((stop - start) // step, *slot.stored.meta.shape[1:])
             offset = min(max(first, begin), end) - begin
-            yield Run(part.name, (start - first) // step, shape[0], offset, shape)
+            yield HeldRows(part.name, (start - first) // step, shape[0], offset, shape)
 
 
 @dataclass(frozen=True)
 class BucketGroups:
-    """Who works on a bucket.
+    """Who works on a bucket."""
 
-    Attributes:
-        split: the ranks that hold a part each.
-        add: groups over which parts of gradients are added besides: replicas, tensor ranks that share the parameters.
-        tied: the other stage that holds the same embedding, if there is one.
-    """
-
-    split: Group
+    split: Group  # the ranks that hold a part each
+    # groups over which parts of gradients are added besides: replicas, tensor ranks that share the parameters
     add: tuple[Group, ...]
-    tied: Group | None = None
-
-    def meet(self) -> None:
-        """Let the members meet now: later, one could wait for another that waits for it in another group."""
-        for group in (self.split, *self.add, self.tied):
-            if group is not None and group.size > 1:
-                _ = group.backend
+    tied: Group | None = None  # the other stage that holds the same embedding, if there is one
 
 
 class Bucket:
-    """Stored parameters on flat memory, and this rank's part of them.
-
-    Args:
-        place: what lies where.
-        groups: who shares it.
-        zero: the ZeRO stage; 1 where nothing is split.
-        wire_dtype: in which gradients travel.
-        device: where the memory is.
-
-    Attributes:
-        parameters: what the model computes with, one for each slot, installed in its modules.
-        masters: this rank's runs of the logical parameters, fp32; gradients arrive on them.
-        keeps_weights: whether the weights stay whole.
-    """
+    """Stored parameters on flat memory, and this rank's part of them; gradients travel in `wire_dtype`."""
 
     def __init__(
-        self, place: Place, groups: BucketGroups, zero: int, wire_dtype: torch.dtype, device: torch.device
+        self, place: BucketLayout, groups: BucketGroups, zero: int, wire_dtype: torch.dtype, device: torch.device
     ) -> None:
         self.place, self.groups, self.device, self.wire_dtype = place, groups, device, wire_dtype
-        groups.meet()
+        # The members meet now: later, one could wait for another that waits for it in another group.
+        for group in (groups.split, *groups.add, groups.tied):
+            if group is not None and group.size > 1:
+                _ = group.backend
         self.zero = zero if groups.split.size > 1 else 1
-        self.keeps_weights = self.zero < 3 or place.kind.vectors
+        self.keeps_weights = self.zero < 3 or place.kind.vectors  # whether the weights stay whole
         rows = place.padded_rows(groups.split.size)
         part_rows = rows // groups.split.size
         first_row = groups.split.index * part_rows
@@ -242,7 +189,9 @@ class Bucket:
         self._in_place = self.keeps_weights and place.kind.dtype == torch.float32
         own = self._weights[self._own]
         self._master = own if self._in_place else torch.zeros_like(own, dtype=torch.float32)
+        # What the model computes with, one for each slot, installed in its modules.
         self.parameters = [self._install(slot) for slot in place.slots]
+        # This rank's rows of the logical parameters, fp32; gradients arrive on them.
         self.masters = [(run, nn.Parameter(_cut(self._master, run))) for run in runs(place, first_row, part_rows)]
         self._gathering: Work | None = None
         self._whole = True
@@ -256,10 +205,10 @@ class Bucket:
         if not self.keeps_weights:
             self.release()
 
-    def _install(self, slot: Slot) -> nn.Parameter:
+    def _install(self, slot: _Slot) -> nn.Parameter:
         # `.data` has a version counter of its own: filling the flat memory anew is not a change of what autograd saved.
         flat = self._weights.data[slot.row * self.place.width :]
-        parameter = nn.Parameter(flat[: slot.numel].view(slot.stored.meta.shape))
+        parameter = nn.Parameter(flat[: slot.stored.meta.numel()].view(slot.stored.meta.shape))
         parameter.grad_dtype = torch.float32
         for module, attribute in slot.stored.holders:
             module.register_parameter(attribute, parameter)
@@ -301,7 +250,18 @@ class Bucket:
         """Take the gradient of the parameter of slot `index` into flat memory, where it stays."""
         parameter = self.parameters[index]
         if self._gradients is None:
-            self._allocate_gradients()
+            flat = torch.empty(self._size, device=self.device)
+            starts = [slot.row * self.place.width for slot in self.place.slots]
+            ends = [start + slot.stored.meta.numel() for start, slot in zip(starts, self.place.slots, strict=True)]
+            # Only the padding is filled: what gradients take is written by the first of them.
+            for end, next_start in zip(ends, [*starts[1:], self._size], strict=True):
+                flat[end:next_start].zero_()
+            self._gradients = flat
+            # `.data` makes tensors that anybody may add to, whether or not autograd is on then and was on here.
+            self._views = [
+                flat[start:end].view(own.shape).data
+                for start, end, own in zip(starts, ends, self.parameters, strict=True)
+            ]
         view = self._views[index]
         if parameter.grad is not None and parameter.grad is not view:
             view.copy_(parameter.grad)
@@ -311,12 +271,12 @@ class Bucket:
         """Sum this rank's part of the gradients over ranks.
 
         Takes the gradients now, for they are where this is called. What is returned yields every collective as it is
-        started, and is to be resumed when that is done; after the first, `sent`.
-
-        Args:
-            last: nothing will be added any more: sum over replicas too.
+        started, and is to be resumed when that is done; after the first, `sent`. With `last` nothing will be added any
+        more: sum over replicas too.
         """
-        whole = None if self._has_sum and not self._has_gradients else self._take_gradients()
+        # Without a gradient since the last reduction of the step (ZeRO-3), only its sum is added over replicas.
+        has_gradients = self._gradients is not None or any(p.grad is not None for p in self.parameters)
+        whole = None if self._has_sum and not has_gradients else self._take_gradients()
         if self.groups.split.size > 1 and whole is not None:
             self._sending.append(whole)
         return self._reduce(whole, last)
@@ -352,19 +312,6 @@ class Bucket:
         if self.zero > 1:
             self._gradients, self._views = None, []
 
-    def _allocate_gradients(self) -> None:
-        flat = torch.empty(self._size, device=self.device)
-        starts = [slot.row * self.place.width for slot in self.place.slots]
-        ends = [start + slot.numel for start, slot in zip(starts, self.place.slots, strict=True)]
-        for end, next_start in zip(ends, [*starts[1:], self._size], strict=True):
-            flat[end:next_start].zero_()
-        self._gradients = flat
-        # `.data` makes tensors that anybody may add to, whether or not autograd is on then and was on here.
-        self._views = [
-            flat[start:end].view(parameter.shape).data
-            for start, end, parameter in zip(starts, ends, self.parameters, strict=True)
-        ]
-
     def _take_gradients(self) -> Tensor:
         """The flat gradients, complete; the parameters, and with ZeRO-2 the bucket, let go of them."""
         for index, parameter in enumerate(self.parameters):
@@ -378,10 +325,6 @@ class Bucket:
             self._gradients, self._views = None, []
         return flat
 
-    @property
-    def _has_gradients(self) -> bool:
-        return self._gradients is not None or any(parameter.grad is not None for parameter in self.parameters)
-
     def _reduce(self, whole: Tensor | None, last: bool) -> Iterator[Work]:
         if whole is not None:
             yield from self._scatter(whole)
@@ -394,6 +337,7 @@ class Bucket:
             self._sum = whole[self._own]
         elif self._sum is None:
             self._sum = torch.empty_like(self._master)
+        # A second reduction of a step (ZeRO-3, after each backward pass) is added to the sum of those before.
         target = torch.empty_like(self._sum) if self._has_sum else self._sum
         self._has_sum = True
         if self.groups.split.size > 1:
@@ -411,12 +355,7 @@ class Bucket:
         if sent is not self._sum:
             self._sum.copy_(sent)
 
-    def tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The memory that is in use: weights, masters (the same where in place), gradients and what is on its way."""
-        gradients = [self._gradients, self._sum, *self._sending, self._on_wire, *(p.grad for p in self.parameters)]
-        return [self._weights], [self._master], [g for g in gradients if g is not None]
 
-
-def _cut(flat: Tensor, run: Run) -> Tensor:
+def _cut(flat: Tensor, run: HeldRows) -> Tensor:
     count = run.count if len(run.shape) == 1 else run.count * run.shape[1]
     return flat[run.offset : run.offset + count].view(run.shape)

@@ -18,20 +18,14 @@ from phalanx.core.files import write_bytes
 from phalanx.model.shapes import mean_keys
 from phalanx.plan.calibrate.measure import Measurements, at, sizes_of
 from phalanx.plan.calibrate.ratios import host_compiled_launch_s, host_launch_s, ratios
+from phalanx.plan.hardware.cluster import load_cluster, load_device
 from phalanx.plan.hardware.device_model import Device
-from phalanx.plan.hardware.hardware_files import load_cluster, load_device
 from phalanx.plan.types import Mark
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What was measured, in words for the sources of numbers.
-
-    Attributes:
-        host: its name.
-        kind: of the device, as its file says it.
-        date: of measuring, ISO.
-    """
+    """What was measured, in words for the sources of numbers."""
 
     host: str
     kind: str
@@ -54,9 +48,6 @@ def write_cluster(path: Path, found: Sequence[Measurements], machine: MeasuredMa
 
     Returns:
         All files; the cluster's comes last, so that it never names one that is not there.
-
-    Raises:
-        UserError: they cannot be written there.
     """
     stem = path.name.removesuffix(".toml")
     devices = {each.ranks: f"{stem}.{each.ranks}.device.toml" for each in found}
@@ -96,9 +87,16 @@ def _loaded(text: str) -> Device:
 Value: TypeAlias = "float | Sequence[float] | Sequence[Sequence[float]]"
 
 
-def marked(key: str, value: Value, mark: Mark, source: str) -> str:
+_HERE, _NONE = "here", "none"  # sources: what was measured, and what could not be
+
+
+def marked(key: str, value: Value, mark: Mark = "measured", source: str = _HERE) -> str:
     """A line ``key = { value = .., mark = .., source = .. }``; `source` names one of `sources`."""
     return f'{key} = {{ value = {_text(value)}, mark = "{mark}", source = "{source}" }}'
+
+
+def _table(name: str, numbers: Mapping[str, Value], mark: Mark = "measured", source: str = _HERE) -> str:
+    return "\n".join([f"[{name}]", *(marked(key, value, mark, source) for key, value in numbers.items())]) + "\n"
 
 
 def source(name: str, text: str, date: str) -> str:
@@ -118,7 +116,6 @@ def _text(value: Value) -> str:
     return f"{value:.5g}" if value != int(value) or abs(value) >= 1e15 else str(int(value))
 
 
-_CLUSTER_HERE, _NONE = "here", "none"
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _UNKNOWN = "assumed: calibration sees one host, and no storage"
 _READ_BYTES_PER_S = 1e9
@@ -135,19 +132,13 @@ def links_text(found: Sequence[Measurements], where: str, date: str) -> str:
     if not found:
         return _assumed_links(date)
     latency_s, bytes_per_s = _send(found[0].all("send"))
-    head = [_cluster_line("send_latency_s", latency_s), _cluster_line("send_bytes_per_s", bytes_per_s)]
-    parts = ["\n".join(head) + "\n", source(_CLUSTER_HERE, where, date)]
+    head = [marked("send_latency_s", latency_s), marked("send_bytes_per_s", bytes_per_s)]
+    parts = ["\n".join(head) + "\n", source(_HERE, where, date)]
     return "\n".join([*parts, *(_curves(kind, found) for kind in _KINDS)])
 
 
 def cluster_text(devices: Mapping[int, str], links: str, found: Measurements, where: str, date: str) -> str:
-    """The file of the host as a cluster of one host.
-
-    Args:
-        devices: file of the device by ranks that share the host.
-        links: file of its links.
-        found: with the most ranks.
-    """
+    """The file of the host as a cluster of one host. `devices`: file of the device by ranks that share the host."""
     numbers, (latency_s, bytes_per_s) = found.answer.numbers, _send(found.all("send"))
     names = ", ".join(f"{count} = {quoted(name)}" for count, name in devices.items())
     head = [
@@ -158,27 +149,27 @@ def cluster_text(devices: Mapping[int, str], links: str, found: Measurements, wh
     ]
     tables: dict[str, list[str]] = {
         "network": [
-            _cluster_line("nic_bytes_per_s", bytes_per_s, "assumed", _NONE),
-            _cluster_line("achieved_ratio", 1.0, "assumed", _NONE),
-            _cluster_line("latency_s", latency_s, "assumed", _NONE),
+            marked("nic_bytes_per_s", bytes_per_s, "assumed", _NONE),
+            marked("achieved_ratio", 1.0, "assumed", _NONE),
+            marked("latency_s", latency_s, "assumed", _NONE),
         ],
         "stragglers": [
-            _cluster_line("rank_sigma_ratio", found.apart_ratio),
-            _cluster_line("slow_host_share_ratio", 0.0, "assumed", _NONE),
-            _cluster_line("slow_host_excess_ratio", 0.0, "assumed", _NONE),
+            marked("rank_sigma_ratio", found.apart_ratio),
+            marked("slow_host_share_ratio", 0.0, "assumed", _NONE),
+            marked("slow_host_excess_ratio", 0.0, "assumed", _NONE),
         ],
         "loader": [
-            _cluster_line("step_s", numbers["loader_step_s"]),
-            _cluster_line("copy_bytes_per_s", 8 * numbers["loader_tokens_per_s"]),
+            marked("step_s", numbers["loader_step_s"]),
+            marked("copy_bytes_per_s", 8 * numbers["loader_tokens_per_s"]),
         ],
         "start_up": [
-            _cluster_line("process_s", numbers["process_s"]),
-            _cluster_line("groups_s", numbers["groups_s"]),
-            _cluster_line("read_bytes_per_s", _READ_BYTES_PER_S, "assumed", _NONE),
+            marked("process_s", numbers["process_s"]),
+            marked("groups_s", numbers["groups_s"]),
+            marked("read_bytes_per_s", _READ_BYTES_PER_S, "assumed", _NONE),
         ],
-        "price": [_cluster_line("usd_per_device_hour", 0.0, "assumed", _NONE)],
+        "price": [marked("usd_per_device_hour", 0.0, "assumed", _NONE)],
     }
-    sources = [source(_CLUSTER_HERE, where, date), source(_NONE, _UNKNOWN, date)]
+    sources = [source(_HERE, where, date), source(_NONE, _UNKNOWN, date)]
     return "\n".join(["\n".join(head), *sources, *("\n".join([f"[{k}]", *v]) + "\n" for k, v in tables.items())])
 
 
@@ -187,32 +178,20 @@ def _assumed_links(date: str) -> str:
     sizes = [256.0 * 16**power for power in range(6)]
     times = [[_ASSUMED_LATENCY_S + 2 * size / _ASSUMED_BYTES_PER_S for size in sizes]]
     lines = [
-        _cluster_line("send_latency_s", _ASSUMED_LATENCY_S, "assumed", _NONE),
-        _cluster_line("send_bytes_per_s", _ASSUMED_BYTES_PER_S, "assumed", _NONE),
+        marked("send_latency_s", _ASSUMED_LATENCY_S, "assumed", _NONE),
+        marked("send_bytes_per_s", _ASSUMED_BYTES_PER_S, "assumed", _NONE),
         "",
         source(_NONE, "assumed: one device, so nothing between devices was measured", date),
     ]
-    for kind in _KINDS:
-        given = {"message_bytes": sizes, "ranks": [2], "time_s": times}
-        lines += [f"[{kind}]", *(marked(key, value, "assumed", _NONE) for key, value in given.items()), ""]
-    return "\n".join(lines)
-
-
-def _cluster_line(key: str, value: float, mark: Mark = "measured", name: str = _CLUSTER_HERE) -> str:
-    return marked(key, value, mark, name)
+    given: dict[str, Value] = {"message_bytes": sizes, "ranks": [2], "time_s": times}
+    return "\n".join([*lines, *(_table(kind, given, "assumed", _NONE) for kind in _KINDS)])
 
 
 def _curves(kind: str, found: Sequence[Measurements]) -> str:
     """Times over the bytes of the whole message, a row for each number of ranks."""
     sizes = sizes_of(found[0].all(kind), "num_bytes")
     rows = [[at(each.all(kind), {"num_bytes": size}).seconds for size in sizes] for each in found]
-    lines = [
-        f"[{kind}]",
-        marked("message_bytes", sizes, "measured", _CLUSTER_HERE),
-        marked("ranks", [each.ranks for each in found], "measured", _CLUSTER_HERE),
-        marked("time_s", rows, "measured", _CLUSTER_HERE),
-    ]
-    return "\n".join(lines) + "\n"
+    return _table(kind, {"message_bytes": sizes, "ranks": [each.ranks for each in found], "time_s": rows})
 
 
 def _send(timings: Sequence[Timing]) -> tuple[float, float]:
@@ -224,7 +203,6 @@ def _send(timings: Sequence[Timing]) -> tuple[float, float]:
     return latency_s, last.sizes["num_bytes"] / max(last.seconds - latency_s, last.seconds / 2)
 
 
-_DEVICE_HERE = "here"
 _BACKWARD_FLOPS = 2.5  # of attention over its forward pass, as `phalanx.plan.operations` counts
 _FORMATS: Mapping[Precision, str] = {"fp32": "fp32", "bf16": "half"}
 
@@ -241,26 +219,28 @@ def device_text(
     """The file of one rank's device.
 
     Args:
-        kind: ``gpu`` or ``cpu``.
-        where: on what it was measured, in words.
-        date: of that.
         host_launch_s: for each kernel of a step; else for an operator by itself.
         host_compiled_launch_s: for each kernel of a compiled layer, where that was measured.
         ratios: by kernel and pass: how much longer it takes than its bytes say.
     """
     host = {"host_launch_s": host_launch_s, "host_compiled_launch_s": host_compiled_launch_s}
-    parts = [f'kind = "{kind}"\n', _numbers(found, kind, host), source(_DEVICE_HERE, where, date)]
+    parts = [f'kind = "{kind}"\n', _numbers(found, kind, host), source(_HERE, where, date)]
     parts += [_products(found, precision) for precision in found.precisions]
     parts += [_attention(found, precision) for precision in found.precisions]
-    parts.append(_stream(found))
+    rates = _sum_rates(found)  # of adding two tensors
+    parts.append(
+        _table(
+            "stream",
+            {
+                "bytes_per_s": list(rates.values())[-1],
+                "kernel_bytes": list(rates),
+                "achieved_bytes_per_s": list(rates.values()),
+            },
+        )
+    )
     if ratios:
-        lines = [_device_line(f"{name}_ratio", value) for name, value in ratios.items()]
-        parts.append("\n".join(["[stream.ratios]", *lines]) + "\n")
+        parts.append(_table("stream.ratios", {f"{name}_ratio": value for name, value in ratios.items()}))
     return "\n".join(parts)
-
-
-def _device_line(key: str, value: float | Sequence[float] | Sequence[Sequence[float]]) -> str:
-    return marked(key, value, "measured", _DEVICE_HERE)
 
 
 def _numbers(found: Measurements, kind: str, host: Mapping[str, float | None]) -> str:
@@ -275,7 +255,7 @@ def _numbers(found: Measurements, kind: str, host: Mapping[str, float | None]) -
         "host_launch_s": found.answer.numbers["host_launch_s"],
         **{key: value for key, value in host.items() if value},
     }
-    return "\n".join(_device_line(key, value) for key, value in numbers.items()) + "\n"
+    return "\n".join(marked(key, value) for key, value in numbers.items()) + "\n"
 
 
 def _peak(found: Measurements, precision: Precision) -> float:
@@ -286,14 +266,13 @@ def _peak(found: Measurements, precision: Precision) -> float:
 
 def _products(found: Measurements, precision: Precision) -> str:
     products, gradients = (found.all(what, precision) for what in ("product", "weight_gradient"))
-    lines = [
-        f"[gemm.{_FORMATS[precision]}]",
-        _device_line("tokens", sizes_of(products, "tokens")),
-        _device_line("widths", sizes_of(products, "rows")),
-        _device_line("product_flops_per_s", _device_rates(products)),
-        _device_line("weight_gradient_flops_per_s", _device_rates(gradients)),
-    ]
-    return "\n".join(lines) + "\n"
+    numbers: dict[str, Value] = {
+        "tokens": sizes_of(products, "tokens"),
+        "widths": sizes_of(products, "rows"),
+        "product_flops_per_s": _device_rates(products),
+        "weight_gradient_flops_per_s": _device_rates(gradients),
+    }
+    return _table(f"gemm.{_FORMATS[precision]}", numbers)
 
 
 def _device_rates(timings: Sequence[Timing]) -> list[list[float]]:
@@ -314,14 +293,13 @@ def product_flops(timing: Timing) -> float:
 
 def _attention(found: Measurements, precision: Precision) -> str:
     forward, backward = (found.all(f"attention_{each}", precision) for each in ("forward", "backward"))
-    lines = [
-        f"[attention.{_FORMATS[precision]}]",
-        _device_line("queries", sizes_of(forward, "queries")),
-        _device_line("head_dims", sizes_of(forward, "head_dim")),
-        _device_line("forward_flops_per_s", _attention_rates(forward, 1.0)),
-        _device_line("backward_flops_per_s", _attention_rates(backward, _BACKWARD_FLOPS)),
-    ]
-    return "\n".join(lines) + "\n"
+    numbers: dict[str, Value] = {
+        "queries": sizes_of(forward, "queries"),
+        "head_dims": sizes_of(forward, "head_dim"),
+        "forward_flops_per_s": _attention_rates(forward, 1.0),
+        "backward_flops_per_s": _attention_rates(backward, _BACKWARD_FLOPS),
+    }
+    return _table(f"attention.{_FORMATS[precision]}", numbers)
 
 
 def _attention_rates(timings: Sequence[Timing], passes: float) -> list[list[float]]:
@@ -336,18 +314,6 @@ def attention_flops(timing: Timing) -> float:
     sizes = timing.sizes
     rows = sizes["batch"] * sizes["queries"] * sizes["heads"] * sizes["head_dim"]
     return 4.0 * rows * mean_keys(int(sizes["queries"]), None)
-
-
-def _stream(found: Measurements) -> str:
-    """Rates of adding two tensors, by bytes read and written."""
-    rates = _sum_rates(found)
-    lines = [
-        "[stream]",
-        _device_line("bytes_per_s", list(rates.values())[-1]),
-        _device_line("kernel_bytes", list(rates)),
-        _device_line("achieved_bytes_per_s", list(rates.values())),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _sum_rates(found: Measurements) -> dict[float, float]:
@@ -365,12 +331,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sen
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a figure with its unit, or the lowest and the highest of several.
-
-    Attributes:
-        value: in `unit`; of several, the highest.
-        text: for people.
-    """
+    """One line: a figure with its unit, or the lowest and the highest of several."""
 
     name: str
     value: float

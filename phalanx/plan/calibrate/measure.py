@@ -25,12 +25,7 @@ _WORKER = "phalanx.checks.calibration.calibration_worker"
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where one rank computes.
-
-    Attributes:
-        cpus: hardware threads; empty: all that this process may use.
-        threads: for arithmetic.
-    """
+    """Where one rank computes. `cpus`: hardware threads; empty: all that this process may use."""
 
     cpus: tuple[int, ...]
     threads: int
@@ -38,25 +33,16 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """How to measure.
-
-    Attributes:
-        precisions: of matrix products; empty: those that are fast.
-        limit_s: after which the processes are given up.
-    """
+    """How to measure."""
 
     device: Kind = "cpu"
-    precisions: tuple[Precision, ...] = ()
+    precisions: tuple[Precision, ...] = ()  # of matrix products; empty: those that are fast
     quick: bool = False
-    limit_s: float = 1800.0
+    limit_s: float = 1800.0  # after which the processes are given up
 
 
 def measure(places: Sequence[RankPlacement], wanted: MeasurementPlan) -> list[Answer]:
-    """What as many ranks as `places` find, all measuring at the same time; leaves no process.
-
-    Raises:
-        UserError: one of them failed, or took too long.
-    """
+    """What as many ranks as `places` find, all measuring at the same time; leaves no process."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-measure-")))
         ranks = []
@@ -119,18 +105,12 @@ def _read(process: subprocess.Popen[bytes], limit_s: float) -> Answer:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What ranks that measured at the same time found, the mean of them.
-
-    Attributes:
-        ranks: how many.
-        threads: of each.
-        apart_ratio: standard deviation of how much longer or shorter than the mean each rank took, ratio.
-    """
+    """What ranks that measured at the same time found, the mean of them."""
 
     ranks: int
     threads: int
     answer: Answer
-    apart_ratio: float
+    apart_ratio: float  # standard deviation of how much longer or shorter than the mean each rank took, ratio
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -161,11 +141,7 @@ def sizes_of(timings: Sequence[Timing], name: str) -> list[float]:
 
 
 def at(timings: Sequence[Timing], sizes: Mapping[str, float]) -> Timing:
-    """The one of those sizes.
-
-    Raises:
-        StopIteration: there is none.
-    """
+    """The one of those sizes."""
     return next(t for t in timings if all(t.sizes[name] == value for name, value in sizes.items()))
 
 

@@ -27,8 +27,7 @@ _ONE_PASS = ("swiglu", "gelu")  # where they are compiled
 _OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "lamb", "came", "muon")
 _LEAST, _MOST = 1e-3, 99.0  # what a device's file may say; tiny kernels can take none of their bytes' time, or all
 
-_Pair = tuple[str, float, float]
-"""Name, seconds as measured, seconds as the model has them without a ratio."""
+_Pair = tuple[str, float, float]  # name, seconds as measured, seconds as the model has them without a ratio
 
 
 def ratios(found: Measurements, device: Device) -> dict[str, float]:
@@ -74,7 +73,6 @@ def _of_layers(found: Measurements, device: Device, precision: Precision) -> Ite
 def _both(
     kernel: str, operations: Sequence[Operation], found: Measurements, device: Device, forward: Timing, backward: Timing
 ) -> Iterator[_Pair]:
-    """Both passes of one kernel, without a ratio."""
     one = _named(operations, kernel)
     passes = timed([one], device, forward.precision, "none").total
     host_s = _host_s(found, device)
@@ -108,7 +106,6 @@ def _named(operations: Sequence[Operation], kernel: str) -> Stream:
 
 
 def _host_s(found: Measurements, device: Device) -> float:
-    """Of each operator that was measured by itself, where nothing of it is hidden."""
     return found.answer.numbers["host_launch_s"] if device.kind == "cpu" else 0.0
 
 
@@ -162,7 +159,6 @@ def _job(timing: Timing, kernel: str = "", optimizer: Optimizer = "adamw", *, co
 
 
 def _layer_job(tokens: int, width: int, kernel: str, precision: Precision, compiled: bool) -> Job:
-    """A job with one layer as `phalanx train` has it."""
     model = Model(
         layers=1,
         hidden=width,

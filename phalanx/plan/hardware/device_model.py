@@ -7,6 +7,7 @@ only move bytes (`Stream`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.formula import ARRAYS, SCALARS, Functions, LogCurve, LogGrid, broadcast, functions
-from phalanx.plan.types import Mark, Number, Precision
+from phalanx.plan.types import (
+    ARRAYS,
+    SCALARS,
+    Format,
+    Functions,
+    Mark,
+    Number,
+    Precision,
+    Tile,
+    any_array,
+    broadcast,
+    functions,
+)
 
 _Model = TypeVar("_Model")
-
-Format = Literal["half", "fp32"]
-"""What the speed of arithmetic depends on: bf16 and fp16 are equally fast."""
 
 
 def format_of(precision: Precision) -> Format:
@@ -33,11 +42,7 @@ def format_of(precision: Precision) -> Format:
 
 
 def number_of(numbers: Mapping[str, Number], key: str, what: str) -> Number:
-    """The number of that name.
-
-    Raises:
-        UserError: `what` has none.
-    """
+    """The number of that name."""
     if key not in numbers:
         raise UserError(f"is no number of {what}", cure=f"take one of {', '.join(sorted(numbers))}", value=key)
     return numbers[key]
@@ -48,12 +53,6 @@ class Device:
     """A GPU, a die of one, or the processors of a host.
 
     All times are of the device alone: what the host needs to launch kernels comes beside it.
-
-    Attributes:
-        numbers: plain numbers of its file, by key.
-        gemms: models of matrix products.
-        attentions: curves of fused attention.
-        stream: kernels that only move bytes.
     """
 
     name: str
@@ -128,11 +127,7 @@ class Device:
         return self.stream.ratio(kernel, precision)
 
     def number(self, key: str) -> Number:
-        """A plain number of its file.
-
-        Raises:
-            UserError: there is none of that name.
-        """
+        """A plain number of its file."""
         return number_of(self.numbers, key, "a device")
 
     def mark_of(self, what: str, precision: Precision = "bf16") -> tuple[Mark, str]:
@@ -148,11 +143,6 @@ class Device:
         return self.number(what).mark, self.number(what).source
 
     def _of(self, models: Mapping[Format, _Model], precision: Precision) -> _Model:
-        """The model for `precision`.
-
-        Raises:
-            UserError: the device's file has none.
-        """
         if format_of(precision) not in models:
             raise UserError(
                 f"{self.name} has no times of {precision}",
@@ -163,43 +153,117 @@ class Device:
         return models[format_of(precision)]
 
 
-_FEW = 4096
-"""Arrays up to this size are computed for all tiles at once; longer ones tile by tile, which needs less memory."""
-
-_UNIT = 128
-"""Rows and columns of the tiles in which the correction counts waves (two of them for each core)."""
+_LEAST = 1e-300  # nothing has no logarithm; a curve is flat long before
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One way to cut a product: tiles of the result, whose sums over k can be split between cores.
+class LogCurve:
+    """A curve through points, straight between them where both axes are logarithmic.
 
-    Attributes:
-        splits: parts of k that different cores sum up; more than one costs memory traffic to add them.
-        share: of a core's peak that long tiles of this size reach.
-        start_columns: what it costs to start and to end a tile, in columns of k.
+    Below the first point it keeps the first value; above the last one it keeps the last slope where `grows`, else the
+    last value.
     """
 
-    rows: float
-    columns: float
-    splits: float
-    share: float
-    start_columns: float
+    xs: Sequence[float]
+    ys: Sequence[float]
+    grows: bool = False
+    _log_xs: list[float] = field(init=False, repr=False, compare=False)
+    _log_ys: list[float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        log_xs, log_ys = [math.log(x) for x in self.xs], [math.log(y) for y in self.ys]
+        if self.grows:  # far enough that nothing lies beyond
+            slope = (log_ys[-1] - log_ys[-2]) / (log_xs[-1] - log_xs[-2])
+            log_xs.append(log_xs[-1] + 40)
+            log_ys.append(log_ys[-1] + 40 * slope)
+        object.__setattr__(self, "_log_xs", log_xs)
+        object.__setattr__(self, "_log_ys", log_ys)
+
+    def at(self, x: Any) -> Any:
+        """The value at `x`, a number or an array."""
+        # Two ways with the same result: numpy for sets of layouts, plain floats for one layout.
+        if isinstance(x, np.ndarray):
+            return np.exp(np.interp(np.log(np.maximum(x, _LEAST)), self._log_xs, self._log_ys))
+        low, high, part = _place(self._log_xs, math.log(x))
+        return math.exp(self._log_ys[low] + (self._log_ys[high] - self._log_ys[low]) * part)
+
+
+@dataclass(frozen=True)
+class LogGrid:
+    """Values over two or more axes, straight between points where axes and values are logarithmic; flat outside."""
+
+    axes: tuple[Sequence[float], ...]
+    rows: Sequence[Sequence[float]]  # along the last axis, one for each place on the others, the first axis outermost
+    _log_axes: list[list[float]] = field(init=False, repr=False, compare=False)
+    _array: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _nested: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        logs = np.array([[math.log(value) for value in row] for row in self.rows])
+        array = logs.reshape([len(axis) for axis in self.axes])
+        object.__setattr__(self, "_log_axes", [[math.log(x) for x in axis] for axis in self.axes])
+        object.__setattr__(self, "_array", array)
+        object.__setattr__(self, "_nested", array.tolist())  # a list is read in a tenth of the time of an array
+
+    def at(self, *point: Any) -> Any:
+        """The value at a point: a number for each axis, or arrays of one shape."""
+        if not any_array(point):
+            pairs = zip(self._log_axes, point, strict=True)
+            return math.exp(_between(self._nested, [_place(axis, math.log(max(x, _LEAST))) for axis, x in pairs]))
+        places = [_places(axis, np.asarray(x, float)) for axis, x in zip(self._log_axes, point, strict=True)]
+        total: Any = 0.0
+        for corner in itertools.product((0, 1), repeat=len(places)):  # all corners of the box, weighted
+            weight: Any = 1.0
+            for place, end in zip(places, corner, strict=True):
+                weight = weight * (place[2] if end else 1.0 - place[2])
+            chosen = tuple(place[end] for place, end in zip(places, corner, strict=True))
+            total = total + weight * self._array[chosen]
+        return np.exp(total)
+
+
+def _place(points: Sequence[float], value: float) -> tuple[int, int, float]:
+    """The points around `value`, by number, and how far it is from the first to the second, 0 to 1."""
+    after = bisect_right(points, value)
+    # Outside of what was measured the nearest value holds: an extrapolated rate could be far above the peak.
+    if after == 0 or after == len(points):
+        last = max(after - 1, 0)
+        return last, last, 0.0
+    return after - 1, after, (value - points[after - 1]) / (points[after] - points[after - 1])
+
+
+def _between(table: Any, places: Sequence[tuple[int, int, float]]) -> float:
+    """The value within the box whose corners `places` name, axis after axis."""
+    (low, high, part), *rest = places
+    first: float = _between(table[low], rest) if rest else table[low]
+    # On a point of this axis the other half of the box has no weight.
+    if not part:
+        return first
+    last: float = _between(table[high], rest) if rest else table[high]
+    return first + (last - first) * part
+
+
+def _places(points: Sequence[float], values: NDArray[np.float64]) -> tuple[Any, Any, Any]:
+    at, logs = np.asarray(points), np.log(np.maximum(values, _LEAST))
+    after = np.searchsorted(at, logs, side="right")
+    low, high = np.maximum(after - 1, 0), np.minimum(after, len(at) - 1)
+    low = np.minimum(low, high)
+    width = np.where(high > low, at[high] - at[low], 1.0)
+    return low, high, np.where((after > 0) & (high > low), (logs - at[low]) / width, 0.0)
+
+
+_FEW = 4096
+"""Arrays up to this size are computed for all tiles at once; longer ones tile by tile, which needs less memory."""
+
+_UNIT = 128  # rows and columns of the tiles in which the correction counts waves (two of them for each core)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How the clock falls at the limit of power.
+    """How the clock falls at the limit of power."""
 
-    Attributes:
-        slower_ratio: by how much computing takes longer under lasting load.
-        from_s: kernels up to this length, measured alone, run at full clock.
-        to_s: those from this length on run as under lasting load; between them straight over the logarithm.
-    """
-
-    slower_ratio: float = 0.0
-    from_s: float = 5e-4
-    to_s: float = 2e-3
+    slower_ratio: float = 0.0  # by how much computing takes longer under lasting load
+    from_s: float = 5e-4  # kernels up to this length, measured alone, run at full clock
+    to_s: float = 2e-3  # those from this length on run as under lasting load; between them straight over the logarithm
 
     def factor(self, f: Functions, seconds: Any) -> Any:
         """Over the time at full clock, for a kernel measured alone."""
@@ -209,9 +273,6 @@ class Clock:
         return 1 + self.slower_ratio * f.least(f.largest(part, 0.0), 1.0)
 
 
-_REMEMBERED = 8192
-
-
 @dataclass(frozen=True)
 class TileGemm:
     """A matrix product as waves of tiles over the device's cores.
@@ -219,29 +280,21 @@ class TileGemm:
     Each core computes one tile of the result at a time; a wave is as many tiles as there are cores, and the last one is
     as long as a full one. The best of several ways to cut counts. Moving the operands takes its time beside it; what is
     longer dominates, smoothly. What remains between this and the measurements is a table over waves and k.
-
-    Attributes:
-        cores: streaming multiprocessors, or compute units.
-        split_ratio: bytes of partial sums moved for each one of them, over their size.
-        memory_ratio: of the memory's peak rate that operands move at.
-        softness: exponent of the norm that joins computing and moving; the larger, the more only the longer one counts.
-        launch_s: from start to end of a kernel, without its work.
-        correction: time over the model's, over waves and k; None: not measured.
-        weight_gradient_ratio: time of a weight gradient over that of a forward product of the same size.
     """
 
     peak_flops_per_s: float
     memory_bytes_per_s: float
     element_bytes: int
-    cores: int
+    cores: int  # streaming multiprocessors, or compute units
     tiles: tuple[Tile, ...]
-    split_ratio: float
-    memory_ratio: float
+    split_ratio: float  # bytes of partial sums moved for each one of them, over their size
+    memory_ratio: float  # of the memory's peak rate that operands move at
+    # Exponent of the norm that joins computing and moving; the larger, the more only the longer one counts.
     softness: float
     launch_s: float
     clock: Clock
-    correction: LogGrid | None
-    weight_gradient_ratio: float
+    correction: LogGrid | None  # time over the model's, over waves and k; None: not measured
+    weight_gradient_ratio: float  # time of a weight gradient over that of a forward product of the same size
     mark: Mark
     source: str
     _columns: tuple[Any, ...] = field(init=False, repr=False, compare=False)
@@ -250,7 +303,7 @@ class TileGemm:
 
     def __post_init__(self) -> None:
         # A layer has the same product forward and backward, and layouts share most of theirs.
-        object.__setattr__(self, "_known", lru_cache(maxsize=_REMEMBERED)(self._scalar))
+        object.__setattr__(self, "_known", lru_cache(maxsize=8192)(self._scalar))
         cuts = tuple(self._cut(tile) for tile in self.tiles)
         object.__setattr__(self, "_cuts", cuts)
         object.__setattr__(self, "_columns", tuple(np.array(column)[:, None] for column in zip(*cuts, strict=True)))
@@ -286,11 +339,15 @@ class TileGemm:
 
     def _whole(self, f: Functions, compute_s: Any, m: Any, n: Any, k: Any, batch: Any, alone: bool) -> Any:
         moved = self.element_bytes * batch * (m * k + n * k + m * n)
+        # Products of a step follow each other for seconds, so the clock has fallen; a benchmark's short kernels run
+        # before it does.
         slowed_s = compute_s * (self.clock.factor(f, compute_s) if alone else 1 + self.clock.slower_ratio)
         memory_s = moved / (self.memory_bytes_per_s * self.memory_ratio)
+        # A norm joins both instead of a maximum: kernels near the ridge of the roofline take longer than either alone.
         seconds = (slowed_s**self.softness + memory_s**self.softness) ** (1 / self.softness) + self.launch_s
         if self.correction is not None:
             seconds = seconds * self.correction.at(self.waves(f, m, n, batch), k)
+        # No correction may lead above the peaks.
         fastest_s = f.largest(2 * batch * m * n * k / self.peak_flops_per_s, moved / self.memory_bytes_per_s)
         return f.largest(seconds, fastest_s)
 
@@ -308,157 +365,64 @@ class TileGemm:
 def _cut_s(f: Functions, cut: Sequence[Any], m: Any, n: Any, k: Any, batch: Any, cores: int) -> Any:
     """Time to compute, cut in one way; `cut` may be columns of arrays with a row for each way."""
     rows, columns, splits, column_s, start_columns, split_s = cut
+    # Rounded up: a last wave of a single tile takes as long as a full one.
     waves = f.up(f.up(m / rows) * f.up(n / columns) * (batch * splits) / cores)
     return waves * column_s * (k / splits + start_columns) + split_s * (batch * m * n)
 
 
-_Logs = list[list[list[float]]]
-
-
 @dataclass(frozen=True)
 class TableGemm:
-    """Rates of products and of weight gradients over tokens, rows and columns; between them straight in logarithms.
+    """Rates of products and of weight gradients over tokens, rows and columns.
 
     A product is (tokens, columns) x (columns, rows), a weight gradient (rows, tokens) x (tokens, columns). Beyond the
     measured sizes the rate stays what it was at the last one.
-
-    Attributes:
-        tokens, widths: measured sizes; rows and columns are both out of `widths`.
-        products: flops per second, a row of columns for each of tokens and of rows.
-        weight_gradients: likewise.
     """
 
-    tokens: Sequence[float]
-    widths: Sequence[float]
-    products: Sequence[Sequence[float]]
-    weight_gradients: Sequence[Sequence[float]]
+    products: LogGrid  # flops per second over tokens, rows and columns; so are `weight_gradients`
+    weight_gradients: LogGrid
     mark: Mark
     source: str
-    _log_products: _Logs = field(init=False, repr=False, compare=False)
-    _log_gradients: _Logs = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_log_products", self._logarithms(self.products))
-        object.__setattr__(self, "_log_gradients", self._logarithms(self.weight_gradients))
 
     def seconds(self, m: Any, n: Any, k: Any, batch: Any = 1, weight_gradient: bool = False) -> Any:
         """Time of `batch` products of m x k with k x n, numbers or arrays; in a weight gradient k counts tokens."""
-        sizes = (k, m, n) if weight_gradient else (m, n, k)
-        table = self._log_gradients if weight_gradient else self._log_products
-        axes = (self.tokens, self.widths, self.widths)
-        if any(isinstance(size, np.ndarray) for size in sizes):
-            places = [_places(axis, np.asarray(size, dtype=float)) for axis, size in zip(axes, sizes, strict=True)]
-            return 2.0 * m * n * k * batch / np.exp(_between_arrays(np.array(table), places))
-        place = [_place(axis, size) for axis, size in zip(axes, sizes, strict=True)]
-        return 2.0 * m * n * k * batch / math.exp(_between(table, place))
-
-    def _logarithms(self, rows: Sequence[Sequence[float]]) -> _Logs:
-        logs = [[math.log(rate) for rate in row] for row in rows]
-        width = len(self.widths)
-        return [logs[start : start + width] for start in range(0, len(logs), width)]
-
-
-def _place(sizes: Sequence[float], size: float) -> tuple[int, int, float]:
-    """The measured sizes around `size`, by number, and how far it is from the first to the second, 0 to 1."""
-    after = bisect_right(sizes, size)
-    if after == 0 or after == len(sizes):
-        last = max(after - 1, 0)
-        return last, last, 0.0
-    low, high = sizes[after - 1], sizes[after]
-    return after - 1, after, math.log(size / low) / math.log(high / low)
-
-
-def _between(table: _Logs, place: Sequence[tuple[int, int, float]]) -> float:
-    """The value in the box whose corners `place` names."""
-    (t0, t1, t), (r0, r1, r), (c0, c1, c) = place
-
-    def along(rows: list[float]) -> float:
-        return rows[c0] + (rows[c1] - rows[c0]) * c
-
-    def across(plane: list[list[float]]) -> float:
-        first = along(plane[r0])
-        return first + (along(plane[r1]) - first) * r
-
-    first = across(table[t0])
-    return first + (across(table[t1]) - first) * t
-
-
-_Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
-
-
-def _places(sizes: Sequence[float], size: NDArray[np.float64]) -> _Places:
-    """As `_place`, for many."""
-    logs, log_size = np.log(sizes), np.log(np.maximum(size, 1e-9))
-    after = np.searchsorted(logs, log_size, side="right")
-    low, high = np.maximum(after - 1, 0), np.minimum(after, len(logs) - 1)
-    low = np.minimum(low, high)
-    width = np.where(high > low, logs[high] - logs[low], 1.0)
-    return low, high, np.where((after > 0) & (high > low), (log_size - logs[low]) / width, 0.0)
-
-
-def _between_arrays(table: NDArray[np.float64], places: Sequence[_Places]) -> NDArray[np.float64]:
-    """As `_between`, for many: the eight corners, weighted."""
-    total = np.zeros(())
-    for corner in range(8):
-        chosen = [place[corner >> axis & 1] for axis, place in enumerate(places)]
-        weights = [place[2] if corner >> axis & 1 else 1.0 - place[2] for axis, place in enumerate(places)]
-        total = total + weights[0] * weights[1] * weights[2] * table[chosen[0], chosen[1], chosen[2]]
-    return total
+        rate = self.weight_gradients.at(k, m, n) if weight_gradient else self.products.at(m, n, k)
+        return 2.0 * m * n * k * batch / rate
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Rates of fused attention kernels over the length of a sequence, for each measured head size.
+    """Rates of fused attention kernels over the length of a sequence, for each measured head size."""
 
-    Attributes:
-        head_dims: measured head sizes, ascending; between them straight over logarithms, outside as the nearest.
-        forward: flops per second over queries, for each of `head_dims`.
-        backward: likewise.
-        launch_s: from start to end of a kernel that does nothing.
-    """
-
+    # Measured head sizes, ascending; between them straight over logarithms, outside as the nearest.
     head_dims: tuple[int, ...]
-    forward: tuple[LogCurve, ...]
+    forward: tuple[LogCurve, ...]  # flops per second over queries, for each of `head_dims`
     backward: tuple[LogCurve, ...]
-    launch_s: float
+    launch_s: float  # from start to end of a kernel that does nothing
     mark: Mark
     source: str
 
     def seconds(self, flops: Any, queries: Any, head_dim: int, backward: bool = False) -> Any:
         """Time of `flops` of one pass over `queries` positions."""
         curves = self.backward if backward else self.forward
-        lower, part = self._between(head_dim)
+        lower, higher, part = _place([math.log(size) for size in self.head_dims], math.log(head_dim))
         rate = curves[lower].at(queries)
         if part:
-            rate = rate ** (1 - part) * curves[lower + 1].at(queries) ** part
+            # Straight between logarithms, as along the other axis.
+            rate = rate ** (1 - part) * curves[higher].at(queries) ** part
         return self.launch_s + flops / rate
-
-    def _between(self, head_dim: int) -> tuple[int, float]:
-        """The measured head size below, and how far towards the next one, over logarithms."""
-        sizes = self.head_dims
-        lower = max(0, bisect_right(sizes, head_dim) - 1)
-        if head_dim <= sizes[0] or lower == len(sizes) - 1:
-            return lower, 0.0
-        return lower, math.log(head_dim / sizes[lower]) / math.log(sizes[lower + 1] / sizes[lower])
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes over the achieved bandwidth of memory, after a time that every kernel takes.
+    """Bytes over the achieved bandwidth of memory, after a time that every kernel takes."""
 
-    Attributes:
-        bytes_per_s: achieved by large kernels.
-        launch_s: from start to end of a kernel that moves nothing.
-        rates: achieved over bytes, where that was measured: what fits into a cache is faster.
-        ratios: by name of a kernel and its pass: how many times longer it takes than its bytes say, where measured;
-            those of 16-bit numbers end in ``_half``.
-    """
-
-    bytes_per_s: float
+    bytes_per_s: float  # achieved by large kernels
     launch_s: float
     mark: Mark
     source: str
-    rates: LogCurve | None = None
+    rates: LogCurve | None = None  # achieved over bytes, where that was measured: what fits into a cache is faster
+    # By name of a kernel and its pass: how many times longer it takes than its bytes say, where measured; those of
+    # 16-bit numbers end in ``_half``.
     ratios: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, num_bytes: Any) -> Any:
@@ -473,6 +437,8 @@ class Stream:
         Args:
             precision: of what it moves; where only that of fp32 is known, that.
         """
+        # The nearest name that was measured: the compiled kernel in this precision, in fp32, then the kernel as it is
+        # written.
         names = [kernel, kernel.replace("_compiled", "")]  # one that was not compiled for want of the other
         for name in names:
             for ending in ("_half", "") if precision != "fp32" else ("",):

@@ -1,214 +1,324 @@
-"""Devices, links and clusters from TOML files: those that come with Phalanx by their name, a user's own by their path.
+"""The files that describe hardware: TOML whose numbers say how they are known, as pydantic schemas.
 
-The schemas of the files are pydantic classes, in the second half; the first turns them into `Device` and `Cluster`.
+Each number has value, mark, source and date, and is checked against its unit, which is the ending of its key: gigabytes
+or microseconds are refused with the file, the key and the cure. `phalanx.simulate` reads its fabrics with `Table` too.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
-
-from phalanx.core.errors import UserError
-from phalanx.plan.hardware.cluster import Cluster, GroupCurves, HostLinks, Network, Protocol
-from phalanx.plan.hardware.device_model import Clock, Device, Format, FusedAttention, Stream, TableGemm, Tile, TileGemm
-from phalanx.plan.hardware.formula import LogCurve, LogGrid
-from phalanx.plan.measured_numbers import (
-    KIND,
-    MANY,
-    Axis,
-    Count,
-    Grid,
-    Line,
-    Measured,
-    Numbers,
-    Rows,
-    SourceTexts,
-    Table,
-    Text,
-    WholeAxis,
-    check_size,
-    grid_of,
-    no_table,
-    ratios_of,
-    read_file,
-    refusal,
-    text_of,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
 )
-from phalanx.plan.types import Number, weakest
+from pydantic_core import PydanticCustomError
 
-_HERE = Path(__file__).parent
+from phalanx.core.config import read_toml
+from phalanx.core.errors import UserError
+from phalanx.plan.types import Format, Mark, Number, Tile
 
-EFFICIENCY = "efficiency_ratio"
-"""Share of the predicted speed that steps on a cluster reach, which its file may say (`phalanx.plan.overheads`)."""
+MANY = 10_000_000  # more cores or devices are none
+
+# What numbers of a unit can be. The longest ending that a key has says its unit.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "flops_per_s": (1e7, 1e18),
+    "bytes_per_s": (1e5, 1e15),
+    "flops": (1, 1e18),
+    "bytes": (1, 1e18),
+    "usd_per_device_hour": (0, 1e4),
+    "s": (0, 1e5),
+    "ratio": (0, 100),
+}
+
+# Seconds of one kernel, launch or message. More than one of them is a number of microseconds in a key of seconds.
+_AT_ONCE = (0, 1.0)
+# Where a unit in general allows what cannot be right for this key, or cannot be computed with.
+_OWN: Mapping[str, tuple[float, float]] = {
+    "memory_bytes": (1e8, 1e18),
+    **dict.fromkeys(("kernel_s", "kernel_gap_s", "host_launch_s", "launch_s", "latency_s"), _AT_ONCE),
+    "host_compiled_launch_s": _AT_ONCE,
+    **dict.fromkeys(("send_latency_s", "start_s", "hop_s", "inside_hop_s", "hop_latency_s"), _AT_ONCE),
+    **dict.fromkeys(("clock_from_s", "clock_to_s", "time_s"), (1e-9, 1e5)),
+    **dict.fromkeys(("achieved_ratio", "share_ratio"), (0.001, 1)),
+    **dict.fromkeys(("rank_sigma_ratio", "slow_host_share_ratio"), (0, 1)),
+    **dict.fromkeys(("weight_gradient_ratio", "correction_ratio"), (0.001, 100)),
+    "memory_ratio": (0.01, 2),
+    "efficiency_ratio": (0.1, 2),
+    "softness": (1, 100),
+}
+KIND = "kind:"  # begins the tags of a union of tables; tags are not part of where something is
+_LONG = 80  # characters of a value that a message shows
+_ABSENT: Any = object()
+_SHAPE = '{ value = .., mark = "measured|derived|assumed", source = ".." }'
 
 
-def device_names() -> tuple[str, ...]:
-    """Devices that come with Phalanx."""
-    return _names("devices")
+def unit_of(key: str) -> str:
+    """The unit that the ending of `key` names; ``count`` where it names none."""
+    # Longer endings stand first there: `_flops_per_s` would fit `_s` too.
+    for unit in _RANGES:
+        if key == unit or key.endswith("_" + unit):
+            return unit
+    return "count"
 
 
-def cluster_names() -> tuple[str, ...]:
-    """Clusters that come with Phalanx."""
-    return _names("clusters")
-
-
-def load_device(name_or_path: str | Path) -> Device:
-    """The device of that name, or of that file.
-
-    Raises:
-        UserError: there is none, or a key of its file is unknown, missing, or cannot be right in its unit.
-    """
-    path = _find("devices", str(name_or_path), Path(), "device")
-    file = read_file(DeviceFile, path)
-    return Device(
-        name=path.stem,
-        kind=file.kind,
-        numbers=file.numbers(),
-        gemms={form: _gemm(file, form, table) for form, table in file.gemm.items()},
-        attentions={form: _attention(file, table) for form, table in file.attention.items()},
-        stream=_stream(file),
-    )
-
-
-def load_cluster(name_or_path: str | Path, devices: int | None = None) -> Cluster:
-    """The cluster of that name, or of that file.
+def refusal(problem: str, cure: str, value: Any = _ABSENT, *, below: str = "") -> PydanticCustomError:
+    """The error of a validator; `read_file` turns it into a `UserError` that says where.
 
     Args:
-        devices: how many of its devices; as many as its file says where it is None.
-
-    Raises:
-        UserError: there is none, its file is refused as by `load_device`, or `devices` do not fill whole hosts.
+        value: what is wrong; left out: it is not shown. Tables and long lists are not shown either.
+        below: the key within what is validated.
     """
-    path = _find("clusters", str(name_or_path), Path(), "--cluster")
-    file = read_file(ClusterFile, path)
-    count = file.devices if devices is None else devices
-    used = _device_name(file.device, min(count, file.devices_per_host))
-    device = load_device(_find("devices", used, path.parent, f"{path.name}: device"))
-    links = _find("links", file.links, path.parent, f"{path.name}: links")
-    cluster = Cluster(
-        name=path.stem,
-        device=device,
-        devices=count,
-        devices_per_host=file.devices_per_host,
-        nics_per_host=file.nics_per_host,
-        links=_links(links.name, read_file(LinksFile, links)),
-        network=_network(file.network, file.nics_per_host / file.devices_per_host),
-        numbers=_cluster_numbers(file),
-    )
-    _check_devices(cluster)
-    return cluster
+    shown = {} if value is _ABSENT else {"value": value}
+    return PydanticCustomError("refused", "refused", {"problem": problem, "cure": cure, "below": below, **shown})
 
 
-def _names(folder: str) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in (_HERE / folder).glob("*.toml")))
+class Table(BaseModel):
+    """A table of a file: a missing key is reported before an unknown one, which may be the same misspelt."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            raise no_table(tree)
+        # Before pydantic does, which would report all of them together, in its own words.
+        _check_keys(tree, cls.model_fields, [key for key, field in cls.model_fields.items() if field.is_required()])
+        return tree
+
+    def numbers(self) -> dict[str, Number]:
+        """The numbers of this table with mark and source, by key; those that the file leaves out are not there."""
+        values = ((key, getattr(self, key)) for key in type(self).model_fields)
+        return {key: value for key, value in values if isinstance(value, Number)}
 
 
-def _find(folder: str, name: str, beside: Path, field: str) -> Path:
-    if name.endswith(".toml"):
-        return beside / name
-    if name not in (known := _names(folder)):
-        cure = f"take one of {', '.join(known)}, or the path of a .toml file"
-        raise UserError(f"is none of the {folder} that come with Phalanx", cure=cure, field=field, value=name)
-    return _HERE / folder / f"{name}.toml"
+T = TypeVar("T", bound=Table)
 
 
-def _check_devices(cluster: Cluster) -> None:
-    per_host = cluster.devices_per_host
-    too_many = cluster.devices > MANY
-    if too_many or cluster.devices < 1 or (cluster.devices > per_host and cluster.devices % per_host):
-        cure = f"take a multiple of {per_host}, the devices of a host, or fewer than a host has; {MANY:,} at most"
-        raise UserError("devices do not fill whole hosts", cure=cure, field="devices", value=cluster.devices)
+def read_file(kind: type[T], path: Path) -> T:
+    """The file at `path`, checked against its schema."""
+    tree = read_toml(path)
+    sources = tree.get("sources", {})
+    try:
+        # Sources come first: numbers name them, and a validator of a number sees nothing of the file but its own table.
+        listed = _SourcesAlone.model_validate({"sources": sources}).sources
+        dated = {key: f"{source.text} ({source.date})" for key, source in listed.items()}
+        return kind.model_validate(tree, context=dated)
+    except ValidationError as error:
+        # One at a time: a misspelt table makes all that it should hold wrong too.
+        raise _first_problem(path, error.errors()[0]) from None
 
 
-def _device_name(names: str | dict[int, str], used: int) -> str:
-    """The file for as many devices in use, or for the next larger number."""
-    if isinstance(names, str):
-        return names
-    counts = sorted(names)
-    return names[next((count for count in counts if count >= used), counts[-1])]
+def _first_problem(path: Path, item: Any) -> UserError:
+    """The first problem of a file, with where it is: the union of two kinds of table has their tags in the way."""
+    context = item["ctx"]
+    keys = [str(part) for part in (*item["loc"], context["below"]) if part != "" and not str(part).startswith(KIND)]
+    field = f"{path.name}: {'.'.join(keys)}"
+    cure = context["cure"].replace("[TABLE]", f"[{'.'.join(keys)}]")
+    value = context.get("value", _ABSENT)
+    if value is _ABSENT or (isinstance(value, dict | list) and len(repr(value)) > _LONG):
+        return UserError(context["problem"], cure=cure, field=field)
+    return UserError(context["problem"], cure=cure, field=field, value=value)
 
 
-def _gemm(file: DeviceFile, form: Format, table: TileTable | RateTable) -> TileGemm | TableGemm:
-    if isinstance(table, RateTable):
-        products, gradients = table.product_flops_per_s, table.weight_gradient_flops_per_s
-        mark = weakest([products.mark, gradients.mark])
-        return TableGemm(table.tokens, table.widths, products.rows, gradients.rows, mark, products.source)
-    peak = file.peak_half_flops_per_s if form == "half" else file.peak_fp32_flops_per_s
-    correction = None
-    if table.correction_ratio is not None:
-        assert table.correction_waves is not None and table.correction_columns is not None
-        correction = LogGrid(table.correction_waves, table.correction_columns, table.correction_ratio.rows)
-    return TileGemm(
-        peak_flops_per_s=peak.value,
-        memory_bytes_per_s=file.memory_bytes_per_s.value,
-        element_bytes=2 if form == "half" else 4,
-        cores=table.cores,
-        tiles=tuple(Tile(*row) for row in table.tiles.rows),
-        split_ratio=table.split_ratio.value,
-        memory_ratio=table.memory_ratio.value,
-        softness=table.softness.value,
-        launch_s=table.launch_s.value,
-        clock=Clock(table.clock_slower_ratio.value, table.clock_from_s.value, table.clock_to_s.value),
-        correction=correction,
-        weight_gradient_ratio=table.weight_gradient_ratio.value,
-        mark=table.tiles.mark,
-        source=table.tiles.source,
-    )
+def no_table(value: Any, below: str = "") -> PydanticCustomError:
+    """The error where a table should stand; `read_file` puts its name in."""
+    return refusal("is no table", "write [TABLE] with its keys below", value, below=below)
 
 
-def _attention(file: DeviceFile, table: AttentionTable) -> FusedAttention:
-    forward, backward = table.forward_flops_per_s, table.backward_flops_per_s
-    return FusedAttention(
-        head_dims=table.head_dims,
-        forward=tuple(LogCurve(table.queries, row) for row in forward.rows),
-        backward=tuple(LogCurve(table.queries, row) for row in backward.rows),
-        launch_s=file.kernel_s.value,
-        mark=weakest([forward.mark, backward.mark]),
-        source="; ".join(dict.fromkeys((forward.source, backward.source))),
-    )
+def _check_keys(tree: Mapping[str, Any], known: Mapping[str, Any], required: Sequence[str]) -> None:
+    for key in required:
+        if key not in tree:
+            # The unit is part of the name, so a rate in GB/s shows up as a missing key and an unknown one that is like
+            # it.
+            close = difflib.get_close_matches(key, [k for k in tree if k not in known], n=1, cutoff=0.5)
+            hint = f" ({close[0]} is no known key: its name or unit is another)" if close else ""
+            unit = "" if unit_of(key) == "count" else f" in {unit_of(key)}"
+            raise refusal("is missing", f"add it{unit}{hint}", below=key)
+    for key in tree:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            cure = f"did you mean {close[0]}?" if close else f"take it out; known: {', '.join(sorted(known))}"
+            raise refusal("is no known key", cure, tree[key], below=key)
 
 
-def _stream(file: DeviceFile) -> Stream:
-    table, rates = file.stream, None
-    if table.kernel_bytes is not None and table.achieved_bytes_per_s is not None:
-        rates = LogCurve(table.kernel_bytes, table.achieved_bytes_per_s)
-    rate = table.bytes_per_s
-    return Stream(rate.value, file.kernel_s.value, rate.mark, rate.source, rates, table.ratios)
+def text_of(value: Any) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise refusal("is no text", "write it in quotes", value)
+    return value
 
 
-def _links(name: str, file: LinksFile) -> HostLinks:
-    curves = {
-        kind: _curves(getattr(file, kind)) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    }
-    return HostLinks(name, {**curves, "broadcast": curves["all_gather"]}, file.numbers())
+def _count(value: Any) -> int:
+    # To Python true is the number 1.
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MANY:
+        raise refusal("is no count", f"write a whole number from 1 to {MANY:,}", value)
+    return value
 
 
-def _curves(table: GroupTable) -> GroupCurves:
-    curves = tuple(LogCurve(table.message_bytes, row, grows=True) for row in table.time_s.rows)
-    return GroupCurves(table.ranks, curves, table.time_s.mark, table.time_s.source)
+@dataclass(frozen=True)
+class _Marked:
+    """A table of value, mark, source and date; the source is its text with the date."""
+
+    value: Any
+    mark: Mark
+    source: str
 
 
-def _cluster_numbers(file: ClusterFile) -> dict[str, Number]:
-    parts = ("network", "stragglers", "loader", "start_up", "price")
-    numbers = {f"{part}.{key}": number for part in parts for key, number in getattr(file, part).numbers().items()}
-    return {**numbers, **file.numbers()}
+_MARKED = dict.fromkeys(("value", "mark", "source", "date"))
 
 
-def _network(table: NetworkTable, nics_per_device: float) -> Network:
-    latency_s = table.latency_s.value
-    rings, trees = (_protocols(protocols) for protocols in (table.ring, table.tree))
-    achieved = table.nic_bytes_per_s.value * table.achieved_ratio.value
-    return Network(nics_per_device * achieved, latency_s, rings or (Protocol(0.0, latency_s, 0.0, 1.0),), trees)
+def _marked(table: Any, info: ValidationInfo) -> _Marked:
+    if not isinstance(table, dict):
+        raise refusal("says not how it is known", f"write {_SHAPE}", table)
+    _check_keys(table, _MARKED, ("value", "mark", "source"))
+    for key in ("mark", "source", "date"):
+        if key in table and not isinstance(table[key], str):
+            raise refusal("is no text", "write it in quotes", table[key], below=key)
+    mark, source = table["mark"], table["source"]
+    if mark not in get_args(Mark):
+        raise refusal("is no mark", f"write {_SHAPE}", mark, below="mark")
+    # A number without a date cannot be looked up again; it has its own, or that of a source of [sources].
+    if date := table.get("date"):
+        source = f"{source} ({date})"
+    elif source in (sources := cast(dict[str, str], info.context)):
+        source = sources[source]
+    else:
+        known = ", ".join(sorted(sources)) or "none"
+        cure = f'add date = "YYYY-MM", or name one of [sources]: {known}'
+        raise refusal("has no date and is not in [sources]", cure, source, below="source")
+    return _Marked(table["value"], cast(Mark, mark), source)
 
 
-def _protocols(table: ProtocolTable | None) -> tuple[Protocol, ...]:
-    if table is None:
-        return ()
-    columns = (table.start_s, table.hop_s, table.inside_hop_s, table.share_ratio)
-    return tuple(Protocol(*each) for each in zip(*columns, strict=True))
+def _plausible(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refusal("is no number", "write it as a number", value)
+    unit = unit_of(key)
+    least, most = _OWN.get(key) or _RANGES.get(unit, (-1e18, 1e18))
+    if not least <= value <= most:
+        raise refusal(f"cannot be right in {unit}", f"give it in {unit}: between {least:g} and {most:g}", value)
+    return float(value)
+
+
+def _number(table: Any, info: ValidationInfo) -> Number:
+    key, marked = str(info.field_name), _marked(table, info)
+    return Number(_plausible(key, marked.value), unit_of(key), marked.mark, marked.source)
+
+
+def ratios_of(tree: Any, info: ValidationInfo) -> dict[str, float]:
+    """Ratios by kernel: ``rms_norm_forward_ratio`` is that of ``rms_norm_forward``."""
+    if not isinstance(tree, dict):
+        raise no_table(tree)
+    found = {}
+    for key, table in tree.items():
+        try:
+            found[key.removesuffix("_ratio")] = _plausible(key, _marked(table, info).value)
+        # pydantic knows where `ratios` is, not the key in it.
+        except PydanticCustomError as error:
+            context = dict(error.context or {})
+            below = ".".join(part for part in (key, context.pop("below")) if part)
+            raise PydanticCustomError("refused", "refused", {**context, "below": below}) from None
+    return found
+
+
+def _numbers(table: Any, info: ValidationInfo) -> tuple[float, ...]:
+    values = _marked(table, info).value
+    if not isinstance(values, list) or not values:
+        raise refusal("is no list", "write value = [.., ..]", values)
+    return tuple(_plausible(str(info.field_name), value) for value in values)
+
+
+def _axis(table: Any, info: ValidationInfo) -> tuple[float, ...]:
+    values = _numbers(table, info)
+    # Numbers between the points are interpolated, along logarithms too.
+    if values[0] <= 0 or any(after <= before for before, after in pairwise(values)):
+        raise refusal("does not ascend from above 0", "sort it, with each value once", list(values))
+    return values
+
+
+def _line(values: tuple[float, ...]) -> tuple[float, ...]:
+    if len(values) < 2:
+        raise refusal("is too short to draw a line", "give 2 values at least", list(values))
+    return values
+
+
+def _whole_axis(table: Any, info: ValidationInfo) -> tuple[int, ...]:
+    values = _axis(table, info)
+    if any(value != int(value) for value in values):
+        raise refusal("are no whole numbers", "count them", list(values))
+    return tuple(int(value) for value in values)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows of numbers of the same length under one mark and source."""
+
+    rows: tuple[tuple[float, ...], ...]
+    mark: Mark
+    source: str
+
+
+def grid_of(table: Any, info: ValidationInfo) -> Grid:
+    """Rows of numbers, all of the same length."""
+    marked = _marked(table, info)
+    rows = marked.value
+    is_rows = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
+    if not is_rows or len({len(row) for row in rows}) > 1:
+        cure = "write value = [[.., ..], [.., ..]], every row as long as the others"
+        raise refusal("is no list of equal rows", cure, rows)
+    checked = tuple(tuple(_plausible(str(info.field_name), value) for value in row) for row in rows)
+    return Grid(checked, marked.mark, marked.source)
+
+
+def check_size(key: str, grid: Grid, height: int, width: int, of: str) -> None:
+    """Refuse a grid with more or fewer rows or columns than its axes have; `of`: what each row is for."""
+    if (len(grid.rows), len(grid.rows[0])) != (height, width):
+        cure = f"write {height} rows of {width}: a row for each of {of}"
+        raise refusal("does not fit its axes", cure, below=key)
+
+
+# Plain validators take the place of pydantic's own, whose errors name neither the unit nor a cure.
+Text = Annotated[str, PlainValidator(text_of)]
+Count = Annotated[int, PlainValidator(_count)]
+Measured = Annotated[Number, PlainValidator(_number)]
+Numbers = Annotated[tuple[float, ...], PlainValidator(_numbers)]
+Axis = Annotated[tuple[float, ...], PlainValidator(_axis)]
+Line = Annotated[tuple[float, ...], PlainValidator(_axis), AfterValidator(_line)]
+WholeAxis = Annotated[tuple[int, ...], PlainValidator(_whole_axis)]
+Rows = Annotated[Grid, PlainValidator(grid_of)]
+
+
+class _SourceText(Table):
+    text: Text
+    date: Text
+
+
+def _tables(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        raise no_table(tree)
+    return tree
+
+
+SourceTexts = Annotated[dict[str, _SourceText], BeforeValidator(_tables)]
+
+
+class _SourcesAlone(Table):
+    sources: SourceTexts
 
 
 def _tiles(grid: Grid) -> Grid:
@@ -217,6 +327,7 @@ def _tiles(grid: Grid) -> Grid:
         raise refusal("is no list of tiles", cure)
     for row in grid.rows:
         tile = Tile(*row)
+        # What the model divides by is 1 or more, or above 0.
         sizes = tile.rows >= 1 and tile.columns >= 1 and tile.splits >= 1 and tile.start_columns >= 0
         if not sizes or not 0 < tile.share <= 1:
             cure = "give rows, columns and splits of 1 or more, a share above 0 and up to 1, and start_columns from 0"
@@ -245,6 +356,7 @@ def _device(value: Any) -> str | dict[int, str]:
         return value
     if not isinstance(value, dict):
         raise no_table(value)
+    # Keys of TOML are text, numbers too.
     if not value or not all(key.isdecimal() and int(key) > 0 for key in value):
         cure = 'write device = "NAME", or device = { 1 = "NAME", 2 = "NAME" } by devices in use on a host'
         raise refusal("names no device", cure)
@@ -273,6 +385,7 @@ class TileTable(Table):
 
     @model_validator(mode="after")
     def _fits(self) -> TileTable:
+        # The clock falls from one time to the other, so the second is later.
         if self.clock_from_s.value >= self.clock_to_s.value:
             cure = f"give more than clock_from_s, {self.clock_from_s.value:g}"
             raise refusal("is no later than it begins", cure, self.clock_to_s.value, below="clock_to_s")
@@ -296,12 +409,14 @@ class RateTable(Table):
     @model_validator(mode="after")
     def _fits(self) -> RateTable:
         for key in ("product_flops_per_s", "weight_gradient_flops_per_s"):
+            # A row for each pair of tokens and width of the input, a column for each width of the output.
             height = len(self.tokens) * len(self.widths)
             check_size(key, getattr(self, key), height, len(self.widths), "tokens and of widths")
         return self
 
 
 def _gemm_tag(tree: Any) -> str:
+    # Without a tag pydantic would try both kinds and report the errors of both.
     return KIND + "rates" if isinstance(tree, dict) and "widths" in tree else KIND + "tiles"
 
 
@@ -337,6 +452,7 @@ class StreamTable(Table):
     def _fits(self) -> StreamTable:
         if self.kernel_bytes is None:
             return self
+        # Either both lists or neither: a rate alone has no size that it was measured at.
         if self.achieved_bytes_per_s is None:
             raise refusal("is missing", "add it in bytes_per_s", below="achieved_bytes_per_s")
         if len(self.achieved_bytes_per_s) != len(self.kernel_bytes):
@@ -398,6 +514,7 @@ class ProtocolTable(Table):
 
     @model_validator(mode="after")
     def _fits(self) -> ProtocolTable:
+        # NCCL's protocols (such as LL, LL128 and Simple) are one number in each list.
         if len({len(column) for column in (self.start_s, self.hop_s, self.inside_hop_s, self.share_ratio)}) > 1:
             raise refusal("lists differ in length", "write one number for each protocol")
         return self
@@ -413,33 +530,25 @@ class NetworkTable(Table):
     tree: ProtocolTable | None = None
 
 
-class StragglersTable(Table):
-    """How far ranks and hosts differ."""
-
+class _Stragglers(Table):
     rank_sigma_ratio: Measured
     slow_host_share_ratio: Measured
     slow_host_excess_ratio: Measured
 
 
-class LoaderTable(Table):
-    """Making batches; `in_step_s` is what a program loses that makes each batch before its step."""
-
+class _Loader(Table):
     step_s: Measured
     copy_bytes_per_s: Measured
-    in_step_s: Measured | None = None
+    in_step_s: Measured | None = None  # what a program loses that makes each batch before its step
 
 
-class StartUpTable(Table):
-    """From the start command to the first step."""
-
+class _StartUp(Table):
     process_s: Measured
     groups_s: Measured
     read_bytes_per_s: Measured
 
 
-class PriceTable(Table):
-    """What a device costs."""
-
+class _Price(Table):
     usd_per_device_hour: Measured
 
 
@@ -451,10 +560,10 @@ class ClusterFile(Table):
     device: Annotated[str | dict[int, str], PlainValidator(_device)]
     nics_per_host: Count
     network: NetworkTable
-    stragglers: StragglersTable
-    loader: LoaderTable
-    start_up: StartUpTable
-    price: PriceTable
+    stragglers: _Stragglers
+    loader: _Loader
+    start_up: _StartUp
+    price: _Price
     efficiency_ratio: Measured | None = None
     links: Text
     sources: SourceTexts = Field(default_factory=dict)

@@ -18,31 +18,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from phalanx.plan.hardware.formula import largest, where
-from phalanx.plan.layer import loss_chunk, routed_rows
+from phalanx.plan.layer import loss_chunk
 from phalanx.plan.operations import Local
-from phalanx.plan.types import Floats, Job, Model, Strategy
+from phalanx.plan.types import Floats, Job, Model, Strategy, largest, where
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of one layer and one micro-batch.
+    """Bytes of one layer and one micro-batch."""
 
-    Attributes:
-        whole: where nothing is computed again.
-        chosen: under the job's kind of recompute.
-        waiting: what weight gradients need that are put off, of a schedule that splits backward passes.
-        masks: kept once for all layers of a stage that see as many keys.
-        leaving: of `chosen`, what can wait on the host.
-        passing: what its backward pass needs besides for a moment: gradients of the widest activations.
-    """
-
-    whole: Floats
-    chosen: Floats
-    waiting: Floats
-    masks: Floats
-    passing: Floats
-    leaving: Floats = 0.0
+    whole: Floats  # where nothing is computed again
+    chosen: Floats  # under the job's kind of recompute
+    waiting: Floats  # what weight gradients need that are put off, of a schedule that splits backward passes
+    masks: Floats  # kept once for all layers of a stage that see as many keys
+    passing: Floats  # what its backward pass needs besides for a moment: gradients of the widest activations
+    leaving: Floats = 0.0  # of `chosen`, what can wait on the host
 
     @property
     def again(self) -> Floats:
@@ -52,7 +42,7 @@ class Kept:
 
 _ATTENTION_LSE_BYTES = 4
 _ROW_ID_BYTES = 8
-# As in phalanx.kernels.attention and phalanx.kernels.blocked.
+# As in phalanx.kernels.attention.
 _FLASH_CHUNK, _PRODUCTS_CHUNK = 64, 128
 _MOST_PROBABILITIES_BYTES = 64 << 20
 _CHUNKED_FROM, _CHUNKED_TO = 128, 1024
@@ -60,21 +50,13 @@ _CHUNKED_FROM, _CHUNKED_TO = 128, 1024
 
 @dataclass(frozen=True)
 class Attended:
-    """Bytes of one layer and micro-batch.
+    """Bytes of one layer and micro-batch."""
 
-    Attributes:
-        inputs: q, k and v in all forms that are kept; with the output of the projection, of which v is a part.
-        core: what only the attention itself keeps: scores, probabilities, log-sum-exps.
-        result: what it gives, as kept by itself and by the output projection.
-        results_again: results that recomputing all but matrix products and attention keeps.
-        masks: kept once for all layers of a stage that see as many keys.
-    """
-
-    inputs: Floats
-    core: Floats
-    result: Floats
-    results_again: Floats
-    masks: Floats
+    inputs: Floats  # q, k and v in all forms that are kept; with the output of the projection, of which v is a part
+    core: Floats  # what only the attention itself keeps: scores, probabilities, log-sum-exps
+    result: Floats  # what it gives, as kept by itself and by the output projection
+    results_again: Floats  # results that recomputing all but matrix products and attention keeps
+    masks: Floats  # kept once for all layers of a stage that see as many keys
 
     @property
     def total(self) -> Floats:
@@ -92,7 +74,6 @@ class _Rows:
 
     @property
     def stacked(self) -> Floats:
-        """q, k and v as the projection gives them."""
         return self.q + 2 * self.kv
 
     @property
@@ -117,43 +98,45 @@ def attended(local: Local, strategy: Strategy, window: int) -> Attended:
 
 
 def _alone(local: Local, rows: _Rows, lse: Floats, window: int) -> Attended:
-    """On whole sequences."""
     if local.model.attention_dropout or not local.software.fused_attention:
         return _written(local, rows)
-    core = lse + _whole_masks(local, window)
+    software, c = local.software, local.compute_bytes
+    core = lse
+    if software.on_cpu and software.document_masks and not _is_chunked(local, window):
+        # One call of torch's kernel keeps documents apart by a mask of numbers, for every layer.
+        core = core + local.sequences * local.sequence**2 * c
     # On a GPU v is copied, so that nothing of what was projected is kept beside what was rotated.
-    copied = not local.software.on_cpu and local.model.position == "rotary" and not local.model.qk_norm
-    inputs = rows.stacked if copied and not local.software.fused_elementwise else rows.stacked + rows.turned
+    copied = not software.on_cpu and local.model.position == "rotary" and not local.model.qk_norm
+    inputs = rows.stacked if copied and not software.fused_elementwise else rows.stacked + rows.turned
     flash = Attended(inputs, core, rows.q, rows.q + lse, _flash_masks(local, window))
-    if not local.software.on_cpu or local.compute_bytes == 4:
+    if not software.on_cpu or c == 4:
         return flash
-    return _where(_by_products(local, window), _attention_products(local, rows, window), flash)
+    # By products probabilities are kept; of several sequences, q, k and v are copied into dense memory and let go of.
+    normed = rows.q + rows.kv if local.model.qk_norm else 0.0
+    inputs = where((local.sequences == 1), rows.stacked + rows.turned, rows.stacked + normed)
+    masks = _blocks_kept(local, window, _PRODUCTS_CHUNK) * c
+    products = Attended(inputs, _probabilities(local, window) * c, rows.q, rows.q, masks)
+    return _where(_by_products(local, window), products, flash)
+
+
+def _is_chunked(local: Local, window: int) -> bool:
+    return _CHUNKED_FROM <= local.sequence <= _CHUNKED_TO or bool(window)
 
 
 def _flash_masks(local: Local, window: int) -> Floats:
     """Of the chunked flash kernel on a CPU: blocks of the mask, of distinct shapes, as numbers to add to scores."""
-    chunked = _CHUNKED_FROM <= local.sequence <= _CHUNKED_TO or bool(window)
     if not local.software.on_cpu:
         return 0.0
-    if not chunked:
+    if not _is_chunked(local, window):
         return local.software.document_masks * local.sequences * local.sequence**2
     return _blocks_kept(local, window, _FLASH_CHUNK) * local.compute_bytes
-
-
-def _whole_masks(local: Local, window: int) -> Floats:
-    """Where documents are kept apart in one call of torch's kernel on a CPU: the mask as numbers, for every layer."""
-    software, sequence = local.software, local.sequence
-    chunked = _CHUNKED_FROM <= sequence <= _CHUNKED_TO or bool(window)
-    if chunked or not (software.on_cpu and software.document_masks):
-        return 0.0
-    return local.sequences * sequence**2 * local.compute_bytes
 
 
 def _blocks_kept(local: Local, window: int, chunk: int) -> Floats:
     """Elements of all masks: of documents every block of every sequence has its own, else blocks of a shape share."""
     if local.software.document_masks:
         return local.sequences * _seen_pairs(local.sequence, window, chunk)
-    return _distinct_blocks(local.sequence, window, chunk)
+    return sum(queries * keys for queries, keys in set(_blocks(local.sequence, window, chunk)))
 
 
 def _by_products(local: Local, window: int) -> Floats:
@@ -163,13 +146,8 @@ def _by_products(local: Local, window: int) -> Floats:
     return kept <= _MOST_PROBABILITIES_BYTES
 
 
-def _attention_products(local: Local, rows: _Rows, window: int) -> Attended:
-    """Probabilities are kept; of several sequences, q, k and v are copied into dense memory and let go of."""
-    scores = local.tokens / local.sequence * local.heads * _seen_pairs(local.sequence, window, _PRODUCTS_CHUNK)
-    normed = rows.q + rows.kv if local.model.qk_norm else 0.0
-    inputs = where((local.sequences == 1), rows.stacked + rows.turned, rows.stacked + normed)
-    masks = _blocks_kept(local, window, _PRODUCTS_CHUNK) * local.compute_bytes
-    return Attended(inputs, scores * local.compute_bytes, rows.q, rows.q, masks)
+def _probabilities(local: Local, window: int) -> Floats:
+    return local.tokens / local.sequence * local.heads * _seen_pairs(local.sequence, window, _PRODUCTS_CHUNK)
 
 
 def _written(local: Local, rows: _Rows) -> Attended:
@@ -208,9 +186,8 @@ def _exchanged(local: Local, strategy: Strategy, rows: _Rows, lse: Floats, windo
     flash = Attended(rows.stacked, lse, 2 * rows.q, rows.q + lse, masks)
     if not local.software.on_cpu or local.compute_bytes == 4:
         return flash
-    scores = local.tokens / local.sequence * local.heads * _seen_pairs(local.sequence, window, _PRODUCTS_CHUNK)
-    products = Attended(rows.stacked, scores * local.compute_bytes, rows.q, rows.q, masks)
-    return _where(_by_products(local, window), products, flash)
+    kept = _probabilities(local, window) * local.compute_bytes
+    return _where(_by_products(local, window), Attended(rows.stacked, kept, rows.q, rows.q, masks), flash)
 
 
 def _where(condition: Floats, yes: Attended, no: Attended) -> Attended:
@@ -228,52 +205,51 @@ def _blocks(sequence: int, window: int, chunk: int) -> tuple[tuple[int, int], ..
 
 
 def _seen_pairs(sequence: int, window: int, chunk: int) -> int:
-    """Query-key pairs of all blocks, one head of one sequence."""
     return sum(queries * keys for queries, keys in _blocks(sequence, window, chunk))
-
-
-def _distinct_blocks(sequence: int, window: int, chunk: int) -> int:
-    """Elements of the masks of blocks of distinct shapes."""
-    return sum(queries * keys for queries, keys in set(_blocks(sequence, window, chunk)))
 
 
 def phalanx_layer(local: Local, strategy: Strategy, window: int, is_mixture: bool) -> Kept:
     """One layer that sees `window` keys (0: all of the past)."""
     seen = attended(local, strategy, window)
-    whole = _phalanx_stream(local) + seen.total + _phalanx_mlp(local, is_mixture) + _joined(local)
+    # Inputs of norms (r), their results (w), and a number or two per row.
+    row_bytes = 4 if local.model.norm == "rms" else 8
+    stream = local.kept_tokens * local.model.hidden * local.residual_bytes
+    normed = local.kept_tokens * (local.model.hidden * local.compute_bytes + row_bytes) + stream
+    whole = _norms(local) * normed + seen.total + _phalanx_mlp(local, is_mixture) + _joined(local)
     products = _phalanx_products(local, strategy, seen, is_mixture)
+    # `mlp` makes the MLP's product again, and those of attention where one operation makes both: where projections are
+    # merged, and in a parallel block whose matrices are split, which gathers once.
+    together = 1 if local.model.merged else (local.tensor > 1) * (local.model.block == "parallel")
+    first_product = _phalanx_wide(local, is_mixture) + together * local.tokens * local.projection_rows
     chosen = {
         "none": whole,
         "attention": whole - seen.core,
         "elementwise": products,
         "alternate": products,
-        "mlp": products - _first_product(local, is_mixture) * local.compute_bytes,
-        "full": local.kept_tokens * local.model.hidden * local.residual_bytes,
+        "mlp": products - first_product * local.compute_bytes,
+        "full": stream,
     }[strategy.recompute]
     # What selective recompute keeps passes no hook of autograd's, so of such a layer its input alone can leave.
-    stream = local.kept_tokens * local.model.hidden * local.residual_bytes
     leaving = whole if strategy.recompute == "none" else stream
-    return Kept(
-        whole, chosen, _phalanx_waiting(local, is_mixture), seen.masks, _phalanx_passing(local, is_mixture), leaving
-    )
+    # Put off: inputs and gradients of outputs of all matrix products; what was gathered for them stays gathered.
+    wide, c = _phalanx_wide(local, is_mixture), local.compute_bytes
+    attention = local.tokens * (local.projection_rows + local.query_rows)
+    gathered = 2 * _norms(local) * local.tokens * local.model.hidden
+    waiting = c * (gathered + attention + wide + wide / local.gates)
+    # Gradients of the stream, and of what is widest in a layer, while what they were made of is let go of.
+    passing = local.kept_tokens * local.model.hidden * (local.residual_bytes + c) + wide * c
+    return Kept(whole, chosen, waiting, seen.masks, passing, leaving)
 
 
 def _norms(local: Local) -> int:
     return 1 if local.model.block == "parallel" else 2
 
 
-def _phalanx_stream(local: Local) -> Floats:
-    """Inputs of norms (r), their results (w), and a number or two per row."""
-    row_bytes = 4 if local.model.norm == "rms" else 8
-    each = local.model.hidden * (local.residual_bytes + local.compute_bytes) + row_bytes
-    return _norms(local) * local.kept_tokens * each
-
-
 def _phalanx_mlp(local: Local, is_mixture: bool) -> Floats:
     """Inputs of the non-linearity and of the second product; on a CPU a gate keeps what it multiplies too."""
     if not is_mixture:
         return _phalanx_inner(local, local.tokens, local.dense_inner)
-    rows, model = routed_rows(local), local.model
+    rows, model = local.routed_rows, local.model
     routed = 2 * rows * model.hidden * local.compute_bytes + local.kept_tokens * model.experts * 4
     shared = _phalanx_inner(local, local.tokens, local.inner * model.shared_experts)
     return _phalanx_inner(local, rows, local.inner) + routed + shared
@@ -295,7 +271,7 @@ def _phalanx_wide(local: Local, is_mixture: bool) -> Floats:
     """Elements of what the MLP's first product gives."""
     if not is_mixture:
         return local.tokens * local.in_width
-    return (routed_rows(local) + local.tokens * local.model.shared_experts) * local.inner * local.gates
+    return (local.routed_rows + local.tokens * local.model.shared_experts) * local.inner * local.gates
 
 
 def _phalanx_products(local: Local, strategy: Strategy, seen: Attended, is_mixture: bool) -> Floats:
@@ -312,34 +288,11 @@ def _phalanx_products(local: Local, strategy: Strategy, seen: Attended, is_mixtu
     return stream + projections * c + seen.results_again
 
 
-def _first_product(local: Local, is_mixture: bool) -> Floats:
-    """Elements of what `mlp` makes again: with the MLP's product those of attention where one operation makes both.
-
-    That is so where projections are merged, and in a parallel block whose matrices are split, which gathers once.
-    """
-    together = 1 if local.model.merged else (local.tensor > 1) * (local.model.block == "parallel")
-    return _phalanx_wide(local, is_mixture) + together * local.tokens * local.projection_rows
-
-
 def adds_residual(local: Local, strategy: Strategy) -> Any:
     """Whether the products that write the stream add the residual themselves."""
     plain = local.model.bias != "all" and not local.model.dropout and local.residual_bytes == local.compute_bytes
     split = strategy.schedule in ("interleaved_zero_bubble", "zbv") and (strategy.pipeline > 1)
     return plain * (local.tensor == 1) * (1 - 1 * split)
-
-
-def _phalanx_waiting(local: Local, is_mixture: bool) -> Floats:
-    """Inputs and gradients of outputs of all matrix products; what was gathered for them stays gathered."""
-    wide, n = _phalanx_wide(local, is_mixture), _norms(local)
-    attention = local.tokens * (local.projection_rows + local.query_rows)
-    stream = 2 * n * local.tokens * local.model.hidden
-    return local.compute_bytes * (stream + attention + wide + wide / local.gates)
-
-
-def _phalanx_passing(local: Local, is_mixture: bool) -> Floats:
-    """Gradients of the stream, and of what is widest in a layer, while what they were made of is let go of."""
-    stream = local.kept_tokens * local.model.hidden * (local.residual_bytes + local.compute_bytes)
-    return stream + _phalanx_wide(local, is_mixture) * local.compute_bytes
 
 
 _MEGATRON_LSE_BYTES = 4
@@ -348,7 +301,11 @@ _MASK_BYTES = 1
 
 def megatron_layer(local: Local, strategy: Strategy, is_mixture: bool) -> Kept:
     """One layer of any kind; windows save nothing where scores are written, and there is nothing to save else."""
-    whole = _megatron_stream(local) + _attention(local) + _core(local) + _megatron_mlp(local, is_mixture)
+    width, c, n = local.model.hidden, local.compute_bytes, _branches(local)
+    # Inputs of the norms, of the products that read the stream, and masks of the dropout behind those that write.
+    each = local.residual_bytes + c + (_MASK_BYTES if local.model.dropout else 0)
+    stream = n * local.kept_tokens * width * each
+    whole = stream + _attention(local) + _core(local) + _megatron_mlp(local, is_mixture)
     chosen = {
         "none": whole,
         "attention": whole - _core(local),
@@ -357,18 +314,15 @@ def megatron_layer(local: Local, strategy: Strategy, is_mixture: bool) -> Kept:
         "alternate": _without_elementwise(local, is_mixture) - _alternate(local, is_mixture) * local.compute_bytes,
         "full": local.kept_tokens * local.model.hidden * local.residual_bytes,
     }[strategy.recompute]
-    return Kept(whole, chosen, _megatron_waiting(local, is_mixture), 0.0, _megatron_passing(local, is_mixture))
+    wide = _megatron_wide(local, is_mixture)
+    attention = local.tokens * (local.projection_rows + local.query_rows)
+    waiting = c * (2 * n * local.kept_tokens * width + attention + wide + wide / local.gates)
+    return Kept(whole, chosen, waiting, 0.0, _megatron_passing(local, is_mixture))
 
 
 def _branches(local: Local) -> int:
     """Norms of a layer, and products that write the stream."""
     return 1 if local.model.block == "parallel" else 2
-
-
-def _megatron_stream(local: Local) -> Floats:
-    """Inputs of the norms, of the products that read the stream, and masks of the dropout behind those that write."""
-    each = local.residual_bytes + local.compute_bytes + (_MASK_BYTES if local.model.dropout else 0)
-    return _branches(local) * local.kept_tokens * local.model.hidden * each
 
 
 def _attention(local: Local) -> Floats:
@@ -396,7 +350,7 @@ def _megatron_mlp(local: Local, is_mixture: bool) -> Floats:
     """
     if not is_mixture:
         return _megatron_inner(local, local.tokens, local.dense_inner)
-    rows, model, c = routed_rows(local), local.model, local.compute_bytes
+    rows, model, c = local.routed_rows, local.model, local.compute_bytes
     routed = (
         _megatron_inner(local, rows, local.inner) + 2 * rows * model.hidden * c + local.kept_tokens * model.experts * 4
     )
@@ -409,10 +363,9 @@ def _megatron_inner(local: Local, rows: Floats, width: Floats) -> Floats:
 
 
 def _megatron_wide(local: Local, is_mixture: bool) -> Floats:
-    """Elements of what the MLP's first product gives."""
     if not is_mixture:
         return local.tokens * local.in_width
-    return (routed_rows(local) + local.tokens * local.model.shared_experts) * local.inner * local.gates
+    return (local.routed_rows + local.tokens * local.model.shared_experts) * local.inner * local.gates
 
 
 def _alternate(local: Local, is_mixture: bool) -> Floats:
@@ -428,19 +381,10 @@ def _alternate(local: Local, is_mixture: bool) -> Floats:
 
 
 def _without_elementwise(local: Local, is_mixture: bool) -> Floats:
-    """The layer's input, and what matrix products and attention give."""
     width, c = local.model.hidden, local.compute_bytes
     stream = local.kept_tokens * width * (local.residual_bytes + _branches(local) * c)
     core = local.tokens * (local.projection_rows + local.query_rows) * c + _core(local)
     return stream + core + _megatron_wide(local, is_mixture) * c
-
-
-def _megatron_waiting(local: Local, is_mixture: bool) -> Floats:
-    """Inputs and gradients of outputs of all matrix products."""
-    width, c, n = local.model.hidden, local.compute_bytes, _branches(local)
-    wide = _megatron_wide(local, is_mixture)
-    attention = local.tokens * (local.projection_rows + local.query_rows)
-    return c * (2 * n * local.kept_tokens * width + attention + wide + wide / local.gates)
 
 
 def _megatron_passing(local: Local, is_mixture: bool) -> Floats:
@@ -452,17 +396,11 @@ def _megatron_passing(local: Local, is_mixture: bool) -> Floats:
 
 @dataclass(frozen=True)
 class Head:
-    """Bytes of the loss head.
+    """Bytes of the loss head."""
 
-    Attributes:
-        stream: input of the last norm, which is kept like an activation.
-        kept: from the end of its forward pass to its backward pass.
-        passing: besides, for a moment in either pass.
-    """
-
-    stream: Floats
-    kept: Floats
-    passing: Floats
+    stream: Floats  # input of the last norm, which is kept like an activation
+    kept: Floats  # from the end of its forward pass to its backward pass
+    passing: Floats  # besides, for a moment in either pass
 
 
 def head(job: Job, strategy: Strategy, local: Local) -> Head:

@@ -6,33 +6,20 @@ the fullest wherever stages are alike. Both are taken from the same formulas as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.hardware.formula import distinct
-from phalanx.plan.memory.rank import (
-    Counts,
-    Kind,
-    Pieces,
-    complete,
-    held,
-    kinds_of,
-    parts_of,
-    passes_by_chunk,
-    pieces_of,
-    round_length,
-    stages_held,
-    warmup,
-    weights_done,
-)
+from phalanx.plan.memory.rank import Pieces, complete, kinds_of, parts_of, pieces_of, stages_held
+from phalanx.plan.pipeline.grid import held, length_of_turn, passes_by_chunk, splits_backward, warmup, weights_done
 from phalanx.plan.stages import RankShare
-from phalanx.plan.types import Floats, Ints, Job, Strategy
+from phalanx.plan.types import Floats, Ints, Job, Strategy, distinct
 
 Bytes = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "micro_batch", "chunks")
 
@@ -46,7 +33,10 @@ def memory_bound(job: Job, strategy: Strategy) -> Bytes:
     Args:
         strategy: with arrays, which broadcast; the schedule, and all else that is not a number, is the same for all.
     """
-    strategy = _spread_out(strategy)
+    given = np.broadcast_arrays(*(np.atleast_1d(getattr(strategy, axis)) for axis in _AXES))
+    axes: dict[str, Any] = dict(zip(_AXES, given, strict=True))
+    axes["chunks"] = np.where(axes["pipeline"] > 1, axes["chunks"], 1)
+    strategy = replace(strategy, **axes)
     cuts = _cuts(job, strategy)
     found = np.zeros(np.shape(strategy.pipeline))
     piped = strategy.pipeline > 1
@@ -62,32 +52,16 @@ def memory_bound(job: Job, strategy: Strategy) -> Bytes:
 
 @dataclass(frozen=True)
 class _End:
-    """The rank that is looked at.
-
-    Attributes:
-        at_end: the last of its pipeline, or else the first.
-        has_head: the loss head is there.
-    """
-
-    at_end: bool
-    has_head: bool
+    at_end: bool  # the last of its pipeline, or else the first
+    has_head: bool  # the loss head is there
 
 
 @dataclass(frozen=True)
 class _Cuts:
-    """How each strategy's model is cut.
-
-    Attributes:
-        of_each: each strategy's place in the tables.
-        tables: (ends, numbers of stages, chunks, kinds): layers of the first and of the last rank.
-        heads: (ends, numbers of stages): whether that rank has the loss head.
-        too_many: stages than there are layers.
-    """
-
-    of_each: Counts
-    tables: Counts
-    heads: NDArray[np.bool_]
-    too_many: NDArray[np.bool_]
+    of_each: Counts  # each strategy's place in the tables
+    tables: Counts  # (ends, numbers of stages, chunks, kinds): layers of the first and of the last rank
+    heads: NDArray[np.bool_]  # (ends, numbers of stages): whether that rank has the loss head
+    too_many: NDArray[np.bool_]  # stages than there are layers
 
     def layers(self, at_end: bool) -> Counts:
         """(strategies, chunks, kinds); chunks that a strategy does not have hold none."""
@@ -95,17 +69,8 @@ class _Cuts:
         return found
 
     def has_last(self, at_end: bool) -> NDArray[np.bool_]:
-        """For each strategy, whether the rank holds the last stage."""
         found: NDArray[np.bool_] = self.heads[int(at_end)][self.of_each]
         return found
-
-
-def _spread_out(strategy: Strategy) -> Strategy:
-    """With arrays of one shape."""
-    given = np.broadcast_arrays(*(np.atleast_1d(getattr(strategy, axis)) for axis in _AXES))
-    axes: dict[str, Any] = dict(zip(_AXES, given, strict=True))
-    axes["chunks"] = np.where(axes["pipeline"] > 1, axes["chunks"], 1)
-    return replace(strategy, **axes)
 
 
 def _some(strategy: Strategy, which: Counts) -> Strategy:
@@ -127,24 +92,17 @@ def _cuts(job: Job, strategy: Strategy) -> _Cuts:
     heads = np.zeros((2, len(pairs)), bool)
     for index, (ranks, chunks) in enumerate(pairs):
         if ranks * chunks <= job.model.layers:
-            _cut(job, replace(strategy, pipeline=ranks, chunks=chunks), kinds, tables[:, index], heads[:, index])
+            one = replace(strategy, pipeline=ranks, chunks=chunks)
+            for stage in stages_held(job, one, kinds):
+                for end, rank in enumerate((0, ranks - 1)):
+                    if stage.rank == rank:
+                        tables[end, index, stage.chunk] = stage.layers
+                        heads[end, index] |= stage.last
     return _Cuts(of_each, tables, heads, strategy.stages > job.model.layers)
 
 
-def _cut(job: Job, one: Strategy, kinds: Sequence[Kind], table: Counts, heads: NDArray[np.bool_]) -> None:
-    for stage in stages_held(job, one, kinds):
-        for end, rank in enumerate((0, one.pipeline - 1)):
-            if stage.rank == rank:
-                table[end, stage.chunk] = stage.layers
-                heads[end] |= stage.last
-
-
 def _total(job: Job, strategy: Strategy, layers: Counts, end: _End) -> Floats:
-    """Bytes of one rank of each strategy.
-
-    Args:
-        layers: (strategies, chunks, kinds).
-    """
+    """Bytes of one rank of each strategy. `layers`: (strategies, chunks, kinds)."""
     share = RankShare(tuple(layers.sum(axis=1).T), not end.at_end, end.has_head, end.at_end)
     # Who shares state among data-parallel ranks changes nothing of what is kept: one in ten is all that differs.
     axes = [getattr(strategy, axis) for axis in _AXES if axis not in ("replicate", "shard")]
@@ -167,7 +125,7 @@ def _activations(pieces: Pieces, layers: Counts, end: _End) -> tuple[Floats, Int
             size = np.where(strategy.chunks - 1 == chunk, with_head, size)
         exists = strategy.chunks > chunk
         kept.append(exists * size)
-        waiting.append(exists * pieces.waiting(held_layers) if _splits(strategy) else 0.0)
+        waiting.append(exists * pieces.waiting(held_layers) if splits_backward(strategy.schedule) else 0.0)
     most, first_passes = np.zeros(np.shape(strategy.pipeline)), np.ones_like(strategy.pipeline)
     for live, late in _moments(pieces, end.at_end, layers.shape[1]):
         now = sum(count * size for count, size in zip([*live, *late], [*kept, *waiting], strict=True))
@@ -176,12 +134,7 @@ def _activations(pieces: Pieces, layers: Counts, end: _End) -> tuple[Floats, Int
     return np.where(piped, most, sum(kept)), np.where(piped, first_passes, 1)
 
 
-def _splits(strategy: Strategy) -> bool:
-    return strategy.schedule in ("interleaved_zero_bubble", "zbv")
-
-
-_Moment = tuple[list[Ints], list[Ints]]
-"""By chunk: passes that are live, and those whose weight gradients wait."""
+_Moment = tuple[list[Ints], list[Ints]]  # by chunk: passes that are live, and those whose weight gradients wait
 
 
 def _moments(pieces: Pieces, at_end: bool, chunks: int) -> Iterator[_Moment]:
@@ -193,12 +146,12 @@ def _moments(pieces: Pieces, at_end: bool, chunks: int) -> Iterator[_Moment]:
         yield from _counted(strategy.pipeline, passes, at_end)
         return
     rank = strategy.pipeline - 1 if at_end else np.zeros_like(strategy.pipeline)
-    turn_length = np.ones_like(passes) if strategy.schedule == "1f1b" else round_length(passes, strategy.pipeline)
+    turn_length = np.ones_like(passes) if strategy.schedule == "1f1b" else length_of_turn(passes, strategy.pipeline)
     total = strategy.chunks * passes
     begun = warmup(strategy.schedule, strategy.pipeline, strategy.chunks, passes, rank) + 1
     for turn in _turns(strategy, rank, begun, turn_length, total):
         yield _moment(strategy, np.minimum(begun + turn, total), turn, turn, rank, chunks, turn_length)
-        if _splits(strategy):
+        if splits_backward(strategy.schedule):
             yield _moment(strategy, np.minimum(begun + turn, total), turn + 1, turn, rank, chunks, turn_length)
 
 
@@ -206,7 +159,7 @@ def _turns(strategy: Strategy, rank: Ints, begun: Ints, turn_length: Ints, total
     """The first turn; where a schedule splits, one when as many weight gradients wait as ever; and, where there are
     chunks, those in which most passes of the first one, which may have the embedding, and of the last one are live."""
     yield np.zeros_like(begun)
-    if _splits(strategy):
+    if splits_backward(strategy.schedule):
         yield np.minimum(rank, total - 1)
     if strategy.chunks.max() > 1:
         period = turn_length * strategy.chunks
@@ -221,7 +174,7 @@ def _moment(
     done = passes_by_chunk(forwards, strategy.chunks, turn_length, chunks)
     made = passes_by_chunk(backwards, strategy.chunks, turn_length, chunks, backward=True)
     live = [begun - ended for begun, ended in zip(done, made, strict=True)]
-    if not _splits(strategy):
+    if not splits_backward(strategy.schedule):
         return live, [0] * chunks
     late = passes_by_chunk(weights_done(turn, rank), strategy.chunks, turn_length, chunks, backward=True)
     return live, [begun - ended for begun, ended in zip(made, late, strict=True)]

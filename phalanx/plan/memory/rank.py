@@ -12,32 +12,33 @@ so that the i-th turn begins with w + 1 + i forward passes and i backward passes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.parallel.config import Schedule
-from phalanx.plan.hardware.formula import largest, least, where
+from phalanx.plan.jobs import moment_bytes_of
 from phalanx.plan.memory import activations
 from phalanx.plan.memory.activations import Head, Kept, embedding_mask, head
-from phalanx.plan.memory.model_state import (
-    HeldWeights,
-    apart,
-    matrix_bytes,
-    of_embedding,
-    of_head,
-    of_layer,
-    state,
-    ways_of,
-)
 from phalanx.plan.operations import Local, local_of
-from phalanx.plan.pipeline.grid import BACKWARD, FORWARD, WEIGHTS, make_orders
+from phalanx.plan.pipeline.grid import InFlight, held_by_all, splits_backward
 from phalanx.plan.pipeline.step_time import Array
 from phalanx.plan.stages import RankShare, Stages, stages_of
-from phalanx.plan.types import Floats, Ints, Job, Model, Number, RankMemory, Strategy, layer_kinds
+from phalanx.plan.types import (
+    BYTES,
+    Floats,
+    Ints,
+    Job,
+    Model,
+    Number,
+    RankMemory,
+    Strategy,
+    largest,
+    layer_kinds,
+    least,
+    where,
+)
 
 Counts = NDArray[np.int64]
 
@@ -46,59 +47,41 @@ __all__ = ["MemoryParts", "complete", "parts_of", "rank_memory"]
 
 
 def rank_memory(job: Job, strategy: Strategy) -> tuple[RankMemory, ...]:
-    """Bytes on the fullest rank of each pipeline rank, at the moment when it holds most.
-
-    Args:
-        strategy: with plain numbers.
-
-    Raises:
-        UserError: the schedule cannot have so many chunks.
-    """
+    """Bytes on the fullest rank of each pipeline rank, at the moment when it holds most."""
     pieces = pieces_of(job, strategy)
     stages, passes = stages_held(job, strategy, pieces.kinds), _passes(job, strategy)
-    activations = _fullest(pieces, stages, passes).tolist()
+    kept = np.array([pieces.activations(stage.layers, stage.last) for stage in stages.different], float)
+    held: Array = (passes.live * kept[stages.places.T][:, None]).sum(axis=2)
+    if passes.waiting.any():
+        waiting = np.array([pieces.waiting(stage.layers) for stage in stages.different], float)
+        held += (passes.waiting * waiting[stages.places.T][:, None]).sum(axis=2)
+    activations = held.max(axis=1).tolist()
     first_passes = passes.live[:, :, 0].max(axis=1).tolist()
     moving, standing = _moving(pieces), dict[RankShare, MemoryParts]()
     found = []
     for rank, share in enumerate(stages.shares):
         # Ranks between the ends of a pipeline hold alike: what stands still is computed once for all of them.
         if share not in standing:
-            standing[share] = _plain(_parts(pieces, share, moving))
+            # In floats: some may be whole numbers, or of NumPy.
+            standing[share] = MemoryParts(*map(float, vars(_parts(pieces, share, moving)).values()))
         found.append(RankMemory(rank, **complete(pieces, standing[share], activations[rank], first_passes[rank])))
     return tuple(found)
 
 
-def _fullest(pieces: Pieces, stages: Stages, passes: InFlight) -> Array:
-    """Bytes of all passes under way when a rank holds most of them, by rank."""
-    kept = np.array([pieces.activations(stage.layers, stage.last) for stage in stages.different], float)
-    held: Array = (passes.live * kept[stages.places.T][:, None]).sum(axis=2)
-    if passes.waiting.any():
-        waiting = np.array([pieces.waiting(stage.layers) for stage in stages.different], float)
-        held += (passes.waiting * waiting[stages.places.T][:, None]).sum(axis=2)
-    most: Array = held.max(axis=1)
-    return most
-
-
 def _passes(job: Job, strategy: Strategy) -> InFlight:
-    """What every rank holds."""
     if strategy.pipeline == 1:
-        return _ONE
+        return InFlight(np.ones((1, 1, 1), int), np.zeros((1, 1, 1), int))
     micro_batches = strategy.micro_batches(job.global_batch)
     return held_by_all(strategy.schedule, strategy.pipeline, strategy.chunks, micro_batches)
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Bytes of a rank whatever is under way; arrays where the strategy has them.
-
-    Attributes:
-        gradients: when most passes are under way.
-        all_gradients: when the last backward pass ends.
-    """
+    """Bytes of a rank whatever is under way; arrays where the strategy has them."""
 
     parameters: Floats
-    gradients: Floats
-    all_gradients: Floats
+    gradients: Floats  # when most passes are under way
+    all_gradients: Floats  # when the last backward pass ends
     optimizer: Floats
     loss_head: Floats
     mask: Floats
@@ -108,24 +91,12 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class _Moving:
-    """Bytes that come and go, the same on all ranks but for the loss head.
-
-    Attributes:
-        passing: while a layer's backward pass runs.
-        messages: to and from other stages, and weights that are gathered.
-    """
-
-    passing: Floats
-    messages: Floats
+    passing: Floats  # while a layer's backward pass runs
+    messages: Floats  # to and from other stages, and weights that are gathered
 
 
 def _moving(pieces: Pieces) -> _Moving:
     return _Moving(pieces.widest() + exchanged(pieces), messages(pieces) + gathered(pieces))
-
-
-def _plain(parts: MemoryParts) -> MemoryParts:
-    """The same in floats, where some may be whole numbers, or of NumPy."""
-    return MemoryParts(*map(float, vars(parts).values()))
 
 
 def parts_of(pieces: Pieces, share: RankShare) -> MemoryParts:
@@ -178,31 +149,22 @@ def complete(pieces: Pieces, parts: MemoryParts, activations: Floats, first_pass
 # As in phalanx.model.offload: layers whose copies may be under way.
 LAYERS_ON_THE_WAY = 2
 
-Kind = tuple[int, bool]
-"""Keys that layers see (0: all of the past), and whether they are mixtures."""
+Kind = tuple[int, bool]  # keys that layers see (0: all of the past), and whether they are mixtures
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Bytes and parameters of a model's pieces.
-
-    Attributes:
-        kinds: of layers.
-        kept: for each kind.
-        weights: for each kind.
-        mask: kept by the dropout behind the embedding, of a micro-batch.
-        closing: what a stage keeps of its own result, of a micro-batch; nothing on the last.
-    """
+    """Bytes and parameters of a model's pieces."""
 
     job: Job
     strategy: Strategy
     local: Local
-    kinds: tuple[Kind, ...]
+    kinds: tuple[Kind, ...]  # of layers
     kept: tuple[Kept, ...]
     weights: tuple[HeldWeights, ...]
     head: Head
-    mask: Floats
-    closing: Floats
+    mask: Floats  # kept by the dropout behind the embedding, of a micro-batch
+    closing: Floats  # what a stage keeps of its own result, of a micro-batch; nothing on the last
 
     def activations(self, layers: Sequence[Ints], last: bool) -> Floats:
         """What a chunk with so many layers of each kind keeps of one micro-batch."""
@@ -260,11 +222,7 @@ def kinds_of(model: Model) -> tuple[Kind, ...]:
 
 
 def stages_held(job: Job, strategy: Strategy, kinds: Sequence[Kind]) -> Stages:
-    """The stages of a strategy with plain numbers; one where there is no pipeline, whatever its schedule says.
-
-    Raises:
-        UserError: the schedule cannot have so many chunks.
-    """
+    """The stages of a strategy with plain numbers; one where there is no pipeline, whatever its schedule says."""
     if strategy.pipeline == 1:
         strategy = replace(strategy, schedule="1f1b", chunks=1)
     return stages_of(job, strategy, kinds)
@@ -366,125 +324,198 @@ def exchanged(pieces: Pieces) -> Floats:
     return where(split, 2 * whole, 0)
 
 
-@dataclass(frozen=True, eq=False)
-class InFlight:
-    """Passes that a rank holds, by moment and chunk: (moments, chunks); or that all ranks do, ranks first.
+# Bytes of parameters, gradients and optimizer state (ZeRO: arXiv 1910.02054). Ranks of `shard` and of `context` count
+# together where state is split: ranks that see other tokens of the same sequences are data-parallel ranks to weights.
+# Of experts, only the ranks that hold the same ones split state.
 
-    Attributes:
-        live: between forward and backward pass.
-        waiting: whose gradients of activations are made, and those of weights are not.
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes."""
+
+    parameters: Floats
+    gradients: Floats  # as they stand between the passes of a step whose first backward pass is done
+    gradients_first: Floats  # the same before any backward pass of the step is done
+    optimizer: Floats
+
+
+def state(job: Job, strategy: Strategy, held: HeldWeights) -> ModelState:
+    """What a rank that holds `held` keeps of it."""
+    return _phalanx(job, strategy, held) if job.software.is_phalanx else _megatron(job, strategy, held)
+
+
+def ways_of(strategy: Strategy) -> tuple[Ints, Ints]:
+    """Ranks that split state: of what all data-parallel ranks share, and of experts."""
+    ways = strategy.shard * strategy.context
+    return ways, largest(ways // strategy.expert, 1)
+
+
+def matrix_bytes(job: Job, strategy: Strategy) -> Floats:
+    """Of an element of a block's matrix as Phalanx multiplies it: ranks of a spread model keep them in 16 bits."""
+    alone = strategy.world_size == 1
+    return where(alone, 4, BYTES[job.precision])
+
+
+def _megatron(job: Job, strategy: Strategy, held: HeldWeights) -> ModelState:
+    software, width = job.software, job.model.hidden
+    dense = (held.rows + held.ends) * width + held.vectors
+    experts = held.expert_rows * width
+    ways, expert_ways = ways_of(strategy)
+
+    def split(from_stage: int) -> Floats:
+        if strategy.zero < from_stage:
+            return dense + experts
+        return dense / ways + experts / expert_ways
+
+    master = split(1) * software.master_bytes
+    gradients = split(2) * software.gradient_bytes
+    return ModelState(
+        parameters=split(3) * software.weight_bytes,
+        gradients=gradients,
+        gradients_first=gradients,
+        optimizer=master + _moments(job, strategy, held, ways, expert_ways, dense + experts),
+    )
+
+
+def _phalanx(job: Job, strategy: Strategy, held: HeldWeights) -> ModelState:
+    """Flat buckets of rows: matrices in the type that is multiplied, all else in fp32; masters apart where not fp32."""
+    width = job.model.hidden
+    alone = strategy.world_size == 1
+    ways, expert_ways = ways_of(strategy)
+    matrices, experts = held.rows * width, held.expert_rows * width
+    ends = held.ends * width
+    vectors = where(alone, held.vectors, held.vector_rows * width)
+    c = matrix_bytes(job, strategy)
+    masters = where(c < 4, 4 * (matrices / ways + experts / expert_ways), 0)
+    # A program alone keeps 16-bit copies of the blocks' matrices and of the head's beside the fp32 ones.
+    cast = BYTES[job.precision] if BYTES[job.precision] < 4 else 0
+    casts = where(alone, cast, 0) * (matrices + experts + job.model.vocab_rows * width)
+    whole = c * (matrices + experts) + 4 * ends + masters + casts
+    gradients = 4 * (matrices + experts + ends)
+    part = 4 * ((matrices + ends) / ways + experts / expert_ways)
+    splits = ways > 1
+    if strategy.zero == 3:
+        whole = where(splits, part, whole)
+    parameters = whole + 4 * vectors
+    summed = where(splits & (strategy.zero > 1), part + 4 * vectors / ways, 0)
+    between = gradients + 4 * vectors + summed
+    if strategy.zero == 3:
+        between = where(splits, part + 4 * vectors * (1 + 1 / ways), between)
+    kept = (strategy.zero < 2) | ~splits
+    first = where(alone, 0, where(kept, between, summed))
+    elements = matrices + experts + ends + vectors
+    return ModelState(parameters, between, first, _moments(job, strategy, held, ways, expert_ways, elements))
+
+
+def apart(job: Job, strategy: Strategy, held: HeldWeights, at_end: Any) -> Floats:
+    """Gradients of matrices that Phalanx put off, tensors of their own from the first one until the next backward pass.
+
+    So it is with one chunk at a time, and with two on the last rank, which puts them off longest.
     """
-
-    live: Counts
-    waiting: Counts
-
-
-_ONE = InFlight(np.ones((1, 1, 1), int), np.zeros((1, 1, 1), int))
-"""Without a pipeline."""
+    splits = (strategy.pipeline > 1) & splits_backward(strategy.schedule)
+    chunks = least(1 + 1 * at_end, strategy.chunks) / largest(strategy.chunks, 1)
+    counted_twice = splits & (strategy.zero < 2) & job.software.is_phalanx
+    return counted_twice * chunks * 4 * (held.rows + held.expert_rows) * job.model.hidden
 
 
-def held(schedule: Schedule, ranks: int, chunks: int, micro_batches: int, rank: int) -> InFlight:
-    """What `rank` holds at moments among which the fullest is, whatever its chunks weigh."""
-    found = held_by_all(schedule, ranks, chunks, micro_batches)
-    return InFlight(found.live[rank], found.waiting[rank])
+def _moments(
+    job: Job, strategy: Strategy, held: HeldWeights, ways: Ints, expert_ways: Ints, elements: Floats
+) -> Floats:
+    """State of the optimizer: split over ranks from ZeRO-1 on, but for CAME's factors of columns.
 
+    It is fp32, but AdamW's moments of matrices, which have `state_bits`.
 
-@lru_cache(maxsize=4096)
-def held_by_all(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> InFlight:
-    """What every rank holds, each at moments of its own among which its fullest is."""
-    if schedule == "zbv":
-        return _counted(ranks, min(micro_batches, 2 * ranks + 1))
-    rank, total, splits = np.arange(ranks)[:, None], chunks * micro_batches, _splits(schedule)
-    turn_length = round_length(micro_batches, ranks) if chunks > 1 or schedule != "1f1b" else 1
-    begun = warmup(schedule, ranks, chunks, micro_batches, rank) + 1
-    if schedule == "1f1b":
-        turns = np.zeros_like(rank)  # with one chunk, the first turn is as full as any
-    else:
-        turns = _corners(begun, rank if splits else None, turn_length, total, chunks * turn_length + ranks)
-    forwards = _by_chunk(np.minimum(begun + turns, total), chunks, turn_length)
-    live, waiting = [], []
-    for ended in (0, 1) if splits else (0,):  # after the forward pass of a turn, and after its backward pass
-        made = _by_chunk(turns + ended, chunks, turn_length, backward=True)
-        live.append(forwards - made)
-        late = _by_chunk(weights_done(turns, rank), chunks, turn_length, backward=True) if splits else made
-        waiting.append(made - late)
-    return InFlight(np.concatenate(live, axis=1), np.concatenate(waiting, axis=1))
-
-
-def _corners(begun: Counts, late: Counts | None, turn_length: int, total: int, last: int) -> Counts:
-    """The turns, by rank, from which on another chunk is counted; between them all numbers change evenly.
-
-    Args:
-        begun: forward passes before the end of the first turn's.
-        late: turns by which weight gradients are put off; None: they are not.
-        last: turn after which the same numbers come again.
+    CAME keeps one moment, and for each matrix means over rows and columns of two statistics; Muon one for the blocks'
+    matrices, and AdamW's two for the rest.
     """
-    rounds = turn_length * np.arange(last // turn_length + 2)
-    corners = [np.broadcast_to(rounds, (len(begun), len(rounds))), rounds - begun % turn_length, total - begun]
-    if late is not None:
-        corners += [corners[0] - 1, rounds + late]
-    return np.clip(np.concatenate(corners, axis=1), 0, min(total - 1, last))
+    width = job.model.hidden
+    if strategy.zero == 0:
+        ways = expert_ways = 1
+    blocks = held.rows * width / ways + held.expert_rows * width / expert_ways
+    rest = (held.ends * width + held.vectors) / ways
+    if job.optimizer in ("adamw", "lamb"):
+        vectors = held.vectors / ways
+        return 2 * moment_bytes_of(job) * (blocks + rest - vectors) + 8 * vectors
+    if job.optimizer == "muon":
+        return 4 * blocks + 8 * rest
+    rows = (held.rows + held.ends) / ways + held.expert_rows / expert_ways
+    factors = 2 * 4 * (rows + held.matrices * width) + 4 * held.vectors / ways
+    return 4 * (blocks + rest) + factors + _came_buffer(job, strategy)
 
 
-def warmup(schedule: Schedule, ranks: Any, chunks: Any, micro_batches: Any, rank: Any) -> Any:
-    """Forward passes that a rank makes before it begins to alternate; arrays too. Not of ``"zbv"``."""
-    if schedule == "1f1b":
-        return np.minimum(ranks - 1 - rank, micro_batches)
-    behind = (1 if _splits(schedule) else 2) * (ranks - 1 - rank)
-    return np.minimum((chunks - 1) * round_length(micro_batches, ranks) + behind, chunks * micro_batches)
+def _came_buffer(job: Job, strategy: Strategy) -> Floats:
+    """Memory of the size of the largest matrix, in which a program alone updates one after the other."""
+    model = job.model
+    rows = max(model.vocab_rows, model.mlp_width, model.heads * model.head_dim)
+    return (strategy.world_size == 1) * job.software.is_phalanx * 4 * rows * model.hidden
 
 
-def round_length(micro_batches: Any, ranks: Any) -> Any:
-    """Micro-batches that go through a chunk before the next chunk's turn; arrays too."""
-    return micro_batches // np.maximum(micro_batches // ranks, 1)
+@dataclass(frozen=True)
+class HeldWeights:
+    """Parameters on one tensor-parallel rank."""
+
+    rows: Floats = 0.0  # of the blocks' matrices, of the hidden width
+    expert_rows: Floats = 0.0  # of the experts that are split over expert-parallel ranks
+    ends: Floats = 0.0  # rows of embedding, positions and head
+    matrices: Floats = 0.0  # logical matrices of all three, however they are stored
+    vectors: Floats = 0.0  # elements of norms and biases
+    vector_rows: Floats = 0.0  # rows of the hidden width that they take, each stored one at least one
+
+    def __add__(self, other: HeldWeights) -> HeldWeights:
+        return HeldWeights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, times: Floats) -> HeldWeights:
+        return HeldWeights(*(getattr(self, f.name) * times for f in fields(self)))
 
 
-def weights_done(turns: Any, rank: Any) -> Any:
-    """Weight gradients that were made before a turn's own, where they are put off; arrays too."""
-    return np.maximum(turns - rank, 0)
+def of_layer(local: Local, is_mixture: bool) -> HeldWeights:
+    """One layer."""
+    model = local.model
+    attention = local.projection_rows + local.query_rows
+    norms, biases = _vectors(local, is_mixture)
+    vectors, stored = sum(norms) + sum(biases), _rows_of(norms, model) + _rows_of(biases, model)
+    matrices = 3 if model.gated else 2
+    if not is_mixture:
+        return HeldWeights(attention + local.dense_inner * matrices, 0.0, 0.0, 4 + matrices, vectors, stored)
+    shared = local.inner * matrices * model.shared_experts
+    experts = model.experts / local.expert_ranks
+    count = 5 + matrices * (experts + model.shared_experts)
+    routed = experts * local.inner * matrices
+    return HeldWeights(attention + shared + model.experts, routed, 0.0, count, vectors, stored)
 
 
-def passes_by_chunk(
-    count: Any, chunks: Any, turn_length: Any, most_chunks: int, *, backward: bool = False
-) -> list[Any]:
-    """How many of the first `count` passes of a rank are of each of `most_chunks` chunks; arrays too.
-
-    Rounds of `turn_length` micro-batches go through the chunks one after the other, `backward` from the last to the
-    first. Of chunks that a rank does not have the numbers mean nothing.
-    """
-    whole, rest = np.divmod(count, chunks * turn_length)
-    done = whole * turn_length
-    order = [chunks - 1 - chunk if backward else chunk for chunk in range(most_chunks)]
-    return [done + np.minimum(np.maximum(rest - place * turn_length, 0), turn_length) for place in order]
+def of_embedding(model: Model, tensor: Ints) -> HeldWeights:
+    """The embedding, and learned positions, which are not split."""
+    positions = model.max_sequence if model.position == "learned" else 0
+    return HeldWeights(ends=model.vocab_rows / tensor + positions, matrices=2 if positions else 1)
 
 
-def _splits(schedule: Schedule) -> bool:
-    return schedule in ("interleaved_zero_bubble", "zbv")
+def of_head(model: Model, tensor: Ints, beside_embedding: bool) -> HeldWeights:
+    """The last norm, and the head: a copy of the embedding where both are tied and that is on another rank."""
+    norms = _norm(model)
+    vectors = HeldWeights(vectors=sum(norms), vector_rows=_rows_of(norms, model))
+    if model.tie_embeddings and beside_embedding:
+        return vectors
+    return vectors + HeldWeights(ends=model.vocab_rows / tensor, matrices=1)
 
 
-def _by_chunk(count: Counts, chunks: int, turn_length: int, backward: bool = False) -> Counts:
-    return np.stack(passes_by_chunk(count, chunks, turn_length, chunks, backward=backward), axis=-1)
+def _norm(model: Model) -> list[Floats]:
+    return [model.hidden] * (2 if model.norm == "layer" and model.bias == "all" else 1)
 
 
-def _counted(ranks: int, micro_batches: int) -> InFlight:
-    """Counted from the actions themselves: those of a V have no short formula."""
-    orders = make_orders("zbv", ranks, 2, 1, micro_batches)
-    part, stage = np.divmod(orders.codes, orders.stages)
-    of_chunk = (stage == orders.stages_of[:, :1])[..., None] == [True, False]  # by rank, place and chunk
-    made, late = (part == BACKWARD)[..., None] & of_chunk, (part == WEIGHTS)[..., None] & of_chunk
-    live = ((part == FORWARD)[..., None] & of_chunk).cumsum(axis=1) - made.cumsum(axis=1)
-    waiting = made.cumsum(axis=1) - late.cumsum(axis=1)
-    fullest = [_fullest_moments(moments) for moments in np.concatenate([live, waiting], axis=2)]
-    # A rank with fewer moments than others has its last one several times.
-    most = max(map(len, fullest))
-    both = np.stack([moments[np.minimum(np.arange(most), len(moments) - 1)] for moments in fullest])
-    return InFlight(both[..., :2], both[..., 2:])
+def _vectors(local: Local, is_mixture: bool) -> tuple[list[Floats], list[Floats]]:
+    """Elements of each stored norm, and of each stored bias."""
+    model = local.model
+    norms = _norm(model) * (1 if model.block == "parallel" else 2)
+    norms += [model.head_dim] * (2 if model.qk_norm else 0)
+    if model.bias == "none":
+        return norms, []
+    wide = [] if is_mixture or model.bias == "qkv" else [local.in_width]
+    outputs = 0 if model.bias == "qkv" else (1 if is_mixture else 2)
+    if model.merged and not is_mixture:
+        return norms, [local.projection_rows + sum(wide), *([outputs * model.hidden] if outputs else [])]
+    return norms, [local.projection_rows, *wide, *[model.hidden] * outputs]
 
 
-def _fullest_moments(moments: Counts) -> Counts:
-    """Each moment once, and only those that no other holds as much as in every respect."""
-    codes = moments @ (int(moments.max()) + 1) ** np.arange(moments.shape[1])
-    different = moments[np.unique(codes, return_index=True)[1]]
-    as_much = (different[:, None] >= different).all(axis=2)
-    fullest: Counts = different[as_much.sum(axis=0) == 1]  # each holds as much as itself
-    return fullest
+def _rows_of(lengths: list[Floats], model: Model) -> Floats:
+    return sum(-(-length // model.hidden) for length in lengths)

@@ -23,22 +23,16 @@ from phalanx.plan.types import Floats, Ints
 Array: TypeAlias = NDArray[np.float64]
 
 _NO_PATH = -np.inf
-_BLOCK = 8192
-"""Layouts at a time: as many as stay in a core's cache."""
+_BLOCK = 8192  # layouts at a time: as many as stay in a core's cache
 
 
 @dataclass(frozen=True, eq=False)
 class StagePasses:
-    """Seconds of one micro-batch on one stage, for one layout or for many.
-
-    Attributes:
-        backward_s: of the whole backward pass; for the input only in schedules that split it.
-        weights_s: of the backward pass for the weights, in schedules that split it; else nothing.
-    """
+    """Seconds of one micro-batch on one stage, for one layout or for many."""
 
     forward_s: Floats
-    backward_s: Floats
-    weights_s: Floats = 0.0
+    backward_s: Floats  # of the whole backward pass; for the input only in schedules that split it
+    weights_s: Floats = 0.0  # of the backward pass for the weights, in schedules that split it; else nothing
 
     @property
     def total_s(self) -> Floats:
@@ -65,7 +59,6 @@ class _Pipe:
 
     @property
     def per_round(self) -> Floats:
-        """Micro-batches of a round."""
         return self.micro_batches / np.maximum(1.0, np.floor(self.micro_batches / self.ranks))
 
 
@@ -86,12 +79,8 @@ def lower_bound(
     Infinite where numbers do not fit one another (where `evaluate` raises).
 
     Args:
-        middle: of every stage but the first and the last.
-        first: of the first stage, which has the embedding.
         last: of the last stage, which has the loss head. Where one stage is both, it takes what either has more than
             a middle one.
-        send_s: as in `StageCosts`, the same for all boundaries.
-        blocking: as in `StageCosts`.
     """
     numbers = [ranks, chunks, micro_batches, *_three(middle), *_three(first), *_three(last), send_s]
     arrays = [np.asarray(number, np.float64) for number in numbers]
@@ -185,7 +174,6 @@ def _tail(pipe: _Pipe) -> Floats:
 
 
 def _reach(pipe: _Pipe, after: Floats) -> Floats:
-    """When a rank with `after` ranks behind it begins its first backward pass."""
     back = after * pipe.delay_s + (after - 1) * pipe.middle.backward_s
     return _head(pipe) + pipe.last.forward_s + pipe.last.backward_s + back
 

@@ -7,13 +7,15 @@ from one round to the next, all lists repeat but for the first and the last few.
 `Grid` puts all actions into rows as if each took equally long. A row has a cell for each rank, and what a cell needs is
 in rows above, so rows are worked out from top to bottom and each in one go. Once a pipeline is full the rows repeat
 with every round, so that only one round of them is kept.
+
+`held_by_all` counts the passes that each rank holds at a time, which its memory depends on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,18 +31,12 @@ _NEVER = 1 << 40
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows, as flat cells, rank by rank. They follow a few rows before them, their window.
+    """Some rows, as flat cells, rank by rank. They follow a few rows before them, their window."""
 
-    Attributes:
-        sources: the cell that each waits for, counted from the window's first; where it waits for no message, the one
-            above it.
-        codes: the action in each cell, as in `Orders`; where there is none, one past the last code.
-        messages: the boundary between stages that the message crosses; where there is none, one past the last.
-    """
-
+    # The cell that each waits for, counted from the window's first; where it waits for no message, the one above it.
     sources: Indices
-    codes: Indices
-    messages: Indices
+    codes: Indices  # the action in each cell, as in `Orders`; where there is none, one past the last code
+    messages: Indices  # the boundary between stages that the message crosses; where there is none, one past the last
 
     @cached_property
     def listed(self) -> list[int]:
@@ -50,28 +46,17 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The rows of a step.
-
-    Attributes:
-        window: cells before a repetition that it needs, and the tail too.
-        head: from the first row, after a window of one row; all of them where there is no `repeat`.
-        repeat: those of one round, which come again and again; None in a step so short that nothing repeats.
-        tail: from after the last repetition to the last row; empty where there is no `repeat`.
-        first_forward: cells of the head, flat by rank and chunk: where the first micro-batch's pass ends.
-        last_backward: cells of the tail (without one, of the head), by rank and chunk: where the last one's does.
-        ends: likewise, by rank: where its last action does.
-        in_flight: as in `StepTime`.
-    """
+    """The rows of a step."""
 
     orders: Orders
-    window: int
-    head: Rows
-    repeat: Rows | None
-    tail: Rows
-    first_forward: Indices
-    last_backward: Indices
-    ends: Indices
-    in_flight: Indices
+    window: int  # cells before a repetition that it needs, and the tail too
+    head: Rows  # from the first row, after a window of one row; all of them where there is no `repeat`
+    repeat: Rows | None  # those of one round, which come again and again; None in a step so short that nothing repeats
+    tail: Rows  # from after the last repetition to the last row; empty where there is no `repeat`
+    first_forward: Indices  # cells of the head, flat by rank and chunk: where the first micro-batch's pass ends
+    last_backward: Indices  # cells of the tail (without one, of the head), by rank and chunk: where the last one's does
+    ends: Indices  # likewise, by rank: where its last action does
+    in_flight: Indices  # as in `StepTime`
 
     @cached_property
     def late(self) -> Indices:
@@ -80,11 +65,7 @@ class Grid:
 
 
 def make_grid(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> tuple[Grid, int]:
-    """The rows of a step, and how often those of `Grid.repeat` come in it.
-
-    Raises:
-        UserError: the numbers do not fit one another.
-    """
+    """The rows of a step, and how often those of `Grid.repeat` come in it."""
     per_round = round_length(schedule, ranks, chunks, micro_batches)
     rounds = micro_batches // per_round
     enough = _enough_rounds(schedule, ranks)
@@ -116,6 +97,15 @@ def _make_grid(schedule: Schedule, ranks: int, chunks: int, per_round: int, roun
         after = first + period
     cell = rows * ranks + np.arange(ranks)[:, None]
     final = cell - (after * ranks if after > first else 0)
+    # Micro-batches that every chunk holds when its rank holds most, by rank and chunk.
+    part, stage = np.divmod(orders.codes, orders.stages)
+    change = np.where(part == FORWARD, 1, np.where(part == orders.last_part, -1, 0))
+    fullest = change.cumsum(axis=1).argmax(axis=1)
+    until = np.arange(change.shape[1]) <= fullest[:, None]
+    held = np.zeros(orders.stages, np.int64)
+    np.add.at(held, stage, change * until)
+    in_flight = held[orders.stages_of]
+    in_flight.setflags(write=False)  # all steps of this grid share it
     return Grid(
         orders=orders,
         window=window * ranks,
@@ -125,7 +115,7 @@ def _make_grid(schedule: Schedule, ranks: int, chunks: int, per_round: int, roun
         first_forward=_find(orders, cell, FORWARD, 0).ravel(),
         last_backward=_find(orders, final, orders.last_part, orders.micro_batches - 1),
         ends=final[:, -1],
-        in_flight=_in_flight(orders),
+        in_flight=in_flight,
     )
 
 
@@ -143,7 +133,6 @@ def _sources(orders: Orders) -> Indices:
 
 
 def _rows(sources: Indices) -> Indices:
-    """The row of each action, by rank and place: each as far up as it can be."""
     ranks, actions = sources.shape
     at_once, never = ranks * (actions + 1), ranks * (actions + 1) + 1
     needs = np.full((ranks, actions + 1), never)  # behind a rank's last action stands one that cannot be done
@@ -195,30 +184,15 @@ def _repeated(rows: Rows, ranks: int, period: int, least: int) -> tuple[int, int
 
 
 def _cut(rows: Rows, ranks: int, begin: int, end: int, window: int) -> Rows:
-    """Rows `begin` to `end` behind a window of so many."""
     cells = slice(begin * ranks, end * ranks)
     return Rows(rows.sources[cells] - (begin + 1 - window) * ranks, rows.codes[cells], rows.messages[cells])
 
 
 def _find(orders: Orders, cell: Indices, part: int, micro_batch: int) -> Indices:
-    """The cells of one part of one micro-batch, by rank and chunk."""
     chosen = (orders.codes // orders.stages == part) & (orders.micro_batch == micro_batch)
     found = np.empty(orders.stages, np.int64)
     found[orders.codes[chosen] % orders.stages] = cell[chosen]
     return found[orders.stages_of]
-
-
-def _in_flight(orders: Orders) -> Indices:
-    """Micro-batches that every chunk holds when its rank holds most, by rank and chunk."""
-    part, stage = np.divmod(orders.codes, orders.stages)
-    change = np.where(part == FORWARD, 1, np.where(part == orders.last_part, -1, 0))
-    fullest = change.cumsum(axis=1).argmax(axis=1)
-    until = np.arange(change.shape[1]) <= fullest[:, None]
-    held = np.zeros(orders.stages, np.int64)
-    np.add.at(held, stage, change * until)
-    in_flight = held[orders.stages_of]
-    in_flight.setflags(write=False)  # all steps of this grid share it
-    return in_flight
 
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
@@ -227,20 +201,14 @@ FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
 
 @dataclass(frozen=True, eq=False)
 class Orders:
-    """What every pipeline rank does, in order.
-
-    Attributes:
-        rank_of: the rank of each stage.
-        codes: of all actions, by rank and place.
-        micro_batch: likewise.
-    """
+    """What every pipeline rank does, in order."""
 
     ranks: int
     chunks: int
     micro_batches: int
     splits: bool
-    rank_of: Indices
-    codes: Indices
+    rank_of: Indices  # the rank of each stage
+    codes: Indices  # of all actions, by rank and place
     micro_batch: Indices
 
     @property
@@ -266,11 +234,7 @@ class Orders:
 
 @lru_cache(maxsize=4096)
 def round_length(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> int:
-    """Micro-batches of a round, after which the lists of `schedule` repeat.
-
-    Raises:
-        UserError: the numbers do not fit one another.
-    """
+    """Micro-batches of a round, after which the lists of `schedule` repeat."""
     placement_of(schedule, ranks, chunks)
     rounds = micro_batches // ranks
     if not rounds or (schedule.startswith("interleaved") and micro_batches % rounds):
@@ -327,22 +291,133 @@ def _v_shaped(ranks: int, micro_batches: int) -> tuple[Indices, Indices]:
     made = max(2 * ranks - 1, micro_batches)
     rows = []
     for rank in range(ranks):
-        codes = _one_v(rank, ranks, made)
-        order = np.argsort(codes, kind="stable")
-        batch = np.empty_like(codes)
-        batch[order] = np.tile(np.arange(made), len(codes) // made)
-        rows.append((codes[batch < micro_batches], batch[batch < micro_batches]))
+        stages = 2 * ranks
+        near = [part * stages + rank for part in (FORWARD, BACKWARD, WEIGHTS)]
+        far = [part * stages + stages - 1 - rank for part in (FORWARD, BACKWARD, WEIGHTS)]
+        after = ranks - rank
+        both = made - (2 * ranks - 1 - rank)  # rounds that still have a forward pass of the near stage
+        codes = near[:1] * (2 * after - 1) + [far[0], near[0]] * rank + far * after
+        codes += (near + far) * both + (near[1:] + far) * (made - ranks - both)
+        codes += [near[1], far[1]] * rank + near[1:] * after
+        missing = [made - codes.count(code) for code in (far[2], near[2])]
+        row = np.array(codes + far[2:] * missing[0] + near[2:] * missing[1])
+        batch = np.empty_like(row)
+        batch[np.argsort(row, kind="stable")] = np.tile(np.arange(made), len(row) // made)
+        rows.append((row[batch < micro_batches], batch[batch < micro_batches]))
     return np.array([codes for codes, _ in rows]), np.array([batches for _, batches in rows])
 
 
-def _one_v(rank: int, ranks: int, micro_batches: int) -> Indices:
-    stages = 2 * ranks
-    near = [part * stages + rank for part in (FORWARD, BACKWARD, WEIGHTS)]
-    far = [part * stages + stages - 1 - rank for part in (FORWARD, BACKWARD, WEIGHTS)]
-    after = ranks - rank
-    both = micro_batches - (2 * ranks - 1 - rank)  # rounds that still have a forward pass of the near stage
-    codes = near[:1] * (2 * after - 1) + [far[0], near[0]] * rank + far * after
-    codes += (near + far) * both + (near[1:] + far) * (micro_batches - ranks - both)
-    codes += [near[1], far[1]] * rank + near[1:] * after
-    missing = [micro_batches - codes.count(code) for code in (far[2], near[2])]
-    return np.array(codes + far[2:] * missing[0] + near[2:] * missing[1])
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """Passes that a rank holds, by moment and chunk: (moments, chunks); or that all ranks do, ranks first."""
+
+    live: Indices  # between forward and backward pass
+    waiting: Indices  # whose gradients of activations are made, and those of weights are not
+
+
+def held(schedule: Schedule, ranks: int, chunks: int, micro_batches: int, rank: int) -> InFlight:
+    """What `rank` holds at moments among which the fullest is, whatever its chunks weigh."""
+    found = held_by_all(schedule, ranks, chunks, micro_batches)
+    return InFlight(found.live[rank], found.waiting[rank])
+
+
+@lru_cache(maxsize=4096)
+def held_by_all(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> InFlight:
+    """What every rank holds, each at moments of its own among which its fullest is."""
+    if schedule == "zbv":
+        return _counted(ranks, min(micro_batches, 2 * ranks + 1))
+    rank, total, splits = np.arange(ranks)[:, None], chunks * micro_batches, splits_backward(schedule)
+    turn_length = length_of_turn(micro_batches, ranks) if chunks > 1 or schedule != "1f1b" else 1
+    begun = warmup(schedule, ranks, chunks, micro_batches, rank) + 1
+    if schedule == "1f1b":
+        turns = np.zeros_like(rank)  # with one chunk, the first turn is as full as any
+    else:
+        turns = _corners(begun, rank if splits else None, turn_length, total, chunks * turn_length + ranks)
+    forwards = _by_chunk(np.minimum(begun + turns, total), chunks, turn_length)
+    live, waiting = [], []
+    for ended in (0, 1) if splits else (0,):  # after the forward pass of a turn, and after its backward pass
+        made = _by_chunk(turns + ended, chunks, turn_length, backward=True)
+        live.append(forwards - made)
+        late = _by_chunk(weights_done(turns, rank), chunks, turn_length, backward=True) if splits else made
+        waiting.append(made - late)
+    return InFlight(np.concatenate(live, axis=1), np.concatenate(waiting, axis=1))
+
+
+def _corners(begun: Indices, late: Indices | None, turn_length: int, total: int, last: int) -> Indices:
+    """The turns, by rank, from which on another chunk is counted; between them all numbers change evenly.
+
+    Args:
+        begun: forward passes before the end of the first turn's.
+        late: turns by which weight gradients are put off; None: they are not.
+        last: turn after which the same numbers come again.
+    """
+    rounds = turn_length * np.arange(last // turn_length + 2)
+    corners = [np.broadcast_to(rounds, (len(begun), len(rounds))), rounds - begun % turn_length, total - begun]
+    if late is not None:
+        corners += [corners[0] - 1, rounds + late]
+    return np.clip(np.concatenate(corners, axis=1), 0, min(total - 1, last))
+
+
+def warmup(schedule: Schedule, ranks: Any, chunks: Any, micro_batches: Any, rank: Any) -> Any:
+    """Forward passes that a rank makes before it begins to alternate; arrays too. Not of ``"zbv"``."""
+    if schedule == "1f1b":
+        return np.minimum(ranks - 1 - rank, micro_batches)
+    behind = (1 if splits_backward(schedule) else 2) * (ranks - 1 - rank)
+    return np.minimum((chunks - 1) * length_of_turn(micro_batches, ranks) + behind, chunks * micro_batches)
+
+
+def length_of_turn(micro_batches: Any, ranks: Any) -> Any:
+    """Micro-batches that go through a chunk before the next chunk's turn; arrays too."""
+    return micro_batches // np.maximum(micro_batches // ranks, 1)
+
+
+def weights_done(turns: Any, rank: Any) -> Any:
+    """Weight gradients that were made before a turn's own, where they are put off; arrays too."""
+    return np.maximum(turns - rank, 0)
+
+
+def passes_by_chunk(
+    count: Any, chunks: Any, turn_length: Any, most_chunks: int, *, backward: bool = False
+) -> list[Any]:
+    """How many of the first `count` passes of a rank are of each of `most_chunks` chunks; arrays too.
+
+    Rounds of `turn_length` micro-batches go through the chunks one after the other, `backward` from the last to the
+    first. Of chunks that a rank does not have the numbers mean nothing.
+    """
+    whole, rest = np.divmod(count, chunks * turn_length)
+    done = whole * turn_length
+    order = [chunks - 1 - chunk if backward else chunk for chunk in range(most_chunks)]
+    return [done + np.minimum(np.maximum(rest - place * turn_length, 0), turn_length) for place in order]
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether gradients of weights are put off."""
+    return schedule in ("interleaved_zero_bubble", "zbv")
+
+
+def _by_chunk(count: Indices, chunks: int, turn_length: int, backward: bool = False) -> Indices:
+    return np.stack(passes_by_chunk(count, chunks, turn_length, chunks, backward=backward), axis=-1)
+
+
+def _counted(ranks: int, micro_batches: int) -> InFlight:
+    """Counted from the actions themselves: those of a V have no short formula."""
+    orders = make_orders("zbv", ranks, 2, 1, micro_batches)
+    part, stage = np.divmod(orders.codes, orders.stages)
+    of_chunk = (stage == orders.stages_of[:, :1])[..., None] == [True, False]  # by rank, place and chunk
+    made, late = (part == BACKWARD)[..., None] & of_chunk, (part == WEIGHTS)[..., None] & of_chunk
+    live = ((part == FORWARD)[..., None] & of_chunk).cumsum(axis=1) - made.cumsum(axis=1)
+    waiting = made.cumsum(axis=1) - late.cumsum(axis=1)
+    fullest = [_fullest_moments(moments) for moments in np.concatenate([live, waiting], axis=2)]
+    # A rank with fewer moments than others has its last one several times.
+    most = max(map(len, fullest))
+    both = np.stack([moments[np.minimum(np.arange(most), len(moments) - 1)] for moments in fullest])
+    return InFlight(both[..., :2], both[..., 2:])
+
+
+def _fullest_moments(moments: Indices) -> Indices:
+    """Each moment once, and only those that no other holds as much as in every respect."""
+    codes = moments @ (int(moments.max()) + 1) ** np.arange(moments.shape[1])
+    different = moments[np.unique(codes, return_index=True)[1]]
+    as_much = (different[:, None] >= different).all(axis=2)
+    fullest: Indices = different[as_much.sum(axis=0) == 1]  # each holds as much as itself
+    return fullest

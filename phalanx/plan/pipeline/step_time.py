@@ -29,9 +29,6 @@ def evaluate(schedule: Schedule, ranks: int, chunks: int, micro_batches: int, co
 
     Every rank does what `phalanx.parallel.pipeline.schedules` gives it, in that order, each action as soon as what it
     needs has come. Exact, and far faster than a walk over all actions: rounds that repeat themselves are skipped.
-
-    Raises:
-        UserError: the numbers do not fit one another.
     """
     return _evaluate(schedule, *make_grid(schedule, ranks, chunks, micro_batches), micro_batches, costs)
 
@@ -74,7 +71,6 @@ def _evaluate(schedule: Schedule, grid: Grid, repetitions: int, micro_batches: i
 def _shares(
     schedule: Schedule, grid: Grid, parts: Array, spans: Mapping[str, float], micro_batches: int
 ) -> dict[str, Array]:
-    """What every rank does and waits for, by the names of `StepTime`."""
     ranks, chunks = grid.orders.ranks, grid.orders.chunks
     busy = micro_batches * parts.sum(axis=0)[grid.orders.stages_of].sum(axis=1)
     if schedule == "zbv":
@@ -116,11 +112,6 @@ def _sends(crossed: Array, *, blocking: bool) -> Array:
 
 
 def _sets(schedule: Schedule, parts: Array, crossed: Array, sends: Array) -> tuple[list[str], Array, Array]:
-    """Durations and delays of the step as it is; with free messages; and with equal stages too, if no formula has it.
-
-    Returns:
-        names of these sets; durations by code and set; delays by boundary and set.
-    """
     stages = parts.shape[1]
     names = ["given", *(["free"] if crossed.any() else []), *(["even"] if schedule == "zbv" else [])]
     durations, delays = np.zeros((3 * stages + 1, len(names))), np.zeros((stages, len(names)))
@@ -133,22 +124,17 @@ def _sets(schedule: Schedule, parts: Array, crossed: Array, sends: Array) -> tup
     return names, durations, delays
 
 
-_WIDE = 40
-"""Cells, of all sets, in a row from which on NumPy, a row at a time, is faster than Python, a cell at a time."""
-_EXACT = 1e-11
-"""What the jump may add to the error of the step's time, relative."""
+_WIDE = 40  # cells, of all sets, in a row from which on NumPy, a row at a time, is faster than Python, a cell at a time
+_EXACT = 1e-11  # what the jump may add to the error of the step's time, relative
 _ROUNDING = 1e-15
-_LONGEST = 256
-"""Rounds among which one that is alike is looked for; mostly it is not further back than there are ranks."""
-_ROWS = 64
-"""Rows that are worked out, unless a round has more, before the next look back."""
+_LONGEST = 256  # rounds among which one that is alike is looked for; mostly it is not further back than there are ranks
+_ROWS = 64  # rows that are worked out, unless a round has more, before the next look back
 
 
 def run_grid(grid: Grid, repetitions: int, durations: Array, delays: Array) -> tuple[Array, Array]:
     """When the actions in the cells `first_forward` and in `late` of the grid end, by cell and set, for several costs.
 
     Args:
-        repetitions: of `grid.repeat`.
         durations: of every code and of no action, by set.
         delays: of a message over every boundary and of no message, by set.
     """
@@ -166,7 +152,6 @@ def run_grid(grid: Grid, repetitions: int, durations: Array, delays: Array) -> t
 
 
 def _repeat(window: Array, rows: Rows, rounds: int, ranks: int, durations: Array, delays: Array) -> Array:
-    """The window after `rounds` more rounds."""
     seen, cells = window[None], len(rows.codes)
     step = 1
     slack = None
@@ -204,25 +189,17 @@ def _settled(seen: Array, rounds: int) -> tuple[int, Array] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slack:
-    """Rows of cells, `times` times after one another, ready to be worked out from the ends in their window.
-
-    Attributes:
-        ranks: cells of a row.
-        sources: as in `Rows`.
-        work: of the rank up to each cell's end, by cell and set.
-        slack: from a cell's source to the cell, beyond the work of both their ranks, by cell and set.
-    """
+    """Rows of cells, `times` times after one another, ready to be worked out from the ends in their window."""
 
     rows: Rows
     times: int
-    ranks: int
-    sources: Indices
-    work: Array
-    slack: Array
+    ranks: int  # cells of a row
+    sources: Indices  # as in `Rows`
+    work: Array  # of the rank up to each cell's end, by cell and set
+    slack: Array  # from a cell's source to the cell, beyond the work of both their ranks, by cell and set
 
     @classmethod
     def of(cls, rows: Rows, times: int, window: int, ranks: int, durations: Array, delays: Array) -> _Slack:
-        """Behind a window of so many cells."""
         cells, sets = len(rows.codes), durations.shape[1]
         sources, adds, waits = rows.sources, durations.take(rows.codes, axis=0), delays.take(rows.messages, axis=0)
         if times > 1:
@@ -238,7 +215,6 @@ class _Slack:
         return cls(rows, times, ranks, sources, work, slack)
 
     def ends(self, window: Array, cells: Indices) -> Array:
-        """When the actions in some cells end, by cell and set."""
         sets = window.shape[1]
         if self.ranks * sets >= _WIDE:
             beyond = _row_by_row(window, self.sources, self.slack, self.ranks)[cells]
@@ -267,7 +243,6 @@ def _row_by_row(window: Array, sources: Indices, slack: Array, ranks: int) -> Ar
 
 
 def _cell_by_cell(window: list[float], sources: list[int], slack: list[float], ranks: int) -> list[float]:
-    """The same for one set of costs."""
     ends = window[:]
     put = ends.append
     above = islice(ends, len(window) - ranks, None)  # grows as it is read, always a row ahead
@@ -307,25 +282,18 @@ def even_span(
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Seconds that one micro-batch takes on each stage, in the order of the model, and between stages.
+    """Seconds that one micro-batch takes on each stage, in the order of the model, and between stages."""
 
-    Attributes:
-        forward_s: of the forward pass, one number for each of `ranks * chunks` stages.
-        backward_s: of the whole backward pass; used by schedules that do not split it.
-        backward_input_s: of the backward pass for the stage's input; used by schedules that split it.
-        backward_weight_s: of the backward pass for the stage's weights; likewise.
-        send_s: of a message between stage i and i + 1, either way; one number for each of `ranks * chunks - 1`
-            boundaries. Boundaries inside a rank (the turn of a V) cost nothing, whatever is said here.
-        blocking: a rank computes nothing while it sends. As in Megatron-LM without overlap, it may receive at the
-            same time (links go both ways at once), so a pair of passes costs a rank in the middle two messages. Else
-            sending is a delay between two ranks, which other work of both may hide.
-    """
-
-    forward_s: Array
-    backward_s: Array
-    backward_input_s: Array
-    backward_weight_s: Array
+    forward_s: Array  # of the forward pass, one number for each of `ranks * chunks` stages
+    backward_s: Array  # of the whole backward pass; used by schedules that do not split it
+    backward_input_s: Array  # of the backward pass for the stage's input; used by schedules that split it
+    backward_weight_s: Array  # of the backward pass for the stage's weights; likewise
+    # Of a message between stage i and i + 1, either way; one number for each of `ranks * chunks - 1` boundaries.
+    # Boundaries inside a rank (the turn of a V) cost nothing, whatever is said here.
     send_s: Array
+    # A rank computes nothing while it sends. As in Megatron-LM without overlap, it may receive at the same time (links
+    # go both ways at once), so a pair of passes costs a rank in the middle two messages. Else sending is a delay
+    # between two ranks, which other work of both may hide.
     blocking: bool = False
 
 
@@ -335,31 +303,22 @@ class StepTime:
 
     On every rank, `busy_s + bubble_s + imbalance_s + sends_s` is `span_s`. Times by rank and chunk count a rank's
     chunks in the order of the model.
-
-    Attributes:
-        span_s: to the end of the last action on any rank.
-        busy_s: computing, by rank.
-        bubble_s: waiting for the pipeline to fill and to drain: what is waited where all stages cost their mean and
-            messages nothing. The same for all ranks.
-        imbalance_s: waiting because stages differ, by rank. Negative on a rank with more work than the mean, where
-            it makes up for what `busy_s` has too much.
-        sends_s: what messages add to the step; the same for all ranks.
-        sent_s: time that a rank's messages are on the way, hidden or not.
-        end_s: when each rank's last action ends.
-        first_forward_begin_s: when the first forward pass of a chunk begins, by rank and chunk.
-        last_backward_end_s: when the gradients of its last micro-batch are complete, those of weights too, so that the
-            chunk's can be reduced.
-        in_flight: micro-batches whose activations a chunk holds when its rank holds most of them, all its chunks
-            together; by rank and chunk.
     """
 
-    span_s: float
-    busy_s: Array
+    span_s: float  # to the end of the last action on any rank
+    busy_s: Array  # computing, by rank
+    # Waiting for the pipeline to fill and to drain: what is waited where all stages cost their mean and messages
+    # nothing. The same for all ranks.
     bubble_s: Array
+    # Waiting because stages differ, by rank. Negative on a rank with more work than the mean, where it makes up for
+    # what `busy_s` has too much.
     imbalance_s: Array
-    sends_s: Array
-    sent_s: Array
-    end_s: Array
-    first_forward_begin_s: Array
+    sends_s: Array  # what messages add to the step; the same for all ranks
+    sent_s: Array  # time that a rank's messages are on the way, hidden or not
+    end_s: Array  # when each rank's last action ends
+    first_forward_begin_s: Array  # when the first forward pass of a chunk begins, by rank and chunk
+    # When the gradients of its last micro-batch are complete, those of weights too, so that the chunk's can be reduced.
     last_backward_end_s: Array
+    # Micro-batches whose activations a chunk holds when its rank holds most of them, all its chunks together; by rank
+    # and chunk.
     in_flight: NDArray[np.int64]

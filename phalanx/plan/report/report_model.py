@@ -3,6 +3,8 @@
 `PredictionReport` is a prediction with its device, prices and remarks; `make_tree` the parts of a step as a tree whose
 numbers add up as they are printed; `toml_keys` a layout as text to paste into a config, and `foreign` what such a
 config cannot say; `limits_of` what keeps a layout from being faster. `text`, `as_json` and `page` render them.
+
+The second half is the same as plain values for JSON: stable keys, with units in their names.
 """
 
 from __future__ import annotations
@@ -11,38 +13,28 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from phalanx.plan.jobs import settings_of
 from phalanx.plan.search.frontier import memory_bytes
-from phalanx.plan.types import Job, Mark, Part, Prediction, RankMemory, Strategy
+from phalanx.plan.search.search import SearchResult
+from phalanx.plan.types import INTERVAL_SHARE, Job, Mark, Part, Prediction, RankMemory, Strategy
 
 
 @dataclass(frozen=True)
 class PredictionReport:
-    """A prediction, and what it is held against.
-
-    Attributes:
-        prediction: of one step.
-        name: of the model, such as its config file's.
-        parameters: of the whole model.
-        device: name of the device.
-        device_memory_bytes: memory of one device.
-        total_tokens: of the whole run; 0: not known.
-        usd_per_device_hour: price; None: not known.
-        remarks: about the layout, such as why it was chosen.
-        reliefs: where it does not fit, layouts on the same ranks that do, the fastest first.
-    """
+    """A prediction, and what it is held against."""
 
     prediction: Prediction
     name: str
     parameters: int
     device: str
     device_memory_bytes: float
-    total_tokens: int = 0
-    usd_per_device_hour: float | None = None
+    total_tokens: int = 0  # of the whole run; 0: not known
+    usd_per_device_hour: float | None = None  # price; None: not known
     remarks: tuple[str, ...] = ()
-    reliefs: tuple[Prediction, ...] = ()
+    reliefs: tuple[Prediction, ...] = ()  # where it does not fit, layouts on the same ranks that do, the fastest first
 
     @property
     def fullest(self) -> RankMemory:
@@ -76,6 +68,7 @@ def changed_settings(old: Strategy, new: Strategy) -> str:
     """What to give on the command line to come from one layout to another on the same ranks."""
     before, after = settings_of(old), settings_of(new)
     changed = {key: value for key, value in after.items() if before.get(key) != value}
+    # `settings_of` leaves defaults out, and so would not name a stage that goes back to the default.
     if new.zero != old.zero:
         changed["parallel.zero"] = int(new.zero)
     return " ".join(f"{key}={value}" for key, value in changed.items())
@@ -107,19 +100,12 @@ _MARKS: tuple[Mark, ...] = ("measured", "derived", "assumed")
 
 @dataclass
 class Node:
-    """A part, or a group of parts.
-
-    Attributes:
-        name: last word of its path.
-        path: all of it.
-        seconds: of it and all below it.
-        part: the part of just this path; None for a mere group.
-    """
+    """A part, or a group of parts."""
 
     name: str
     path: str
-    seconds: float = 0.0
-    part: Part | None = None
+    seconds: float = 0.0  # of it and all below it
+    part: Part | None = None  # the part of just this path; None for a mere group
     children: list[Node] = field(default_factory=list)
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Node]]:
@@ -138,10 +124,12 @@ def make_tree(parts: Sequence[Part]) -> Node:
     root = Node("step", "")
     nodes: dict[str, Node] = {"": root}
     for part in parts:
+        # A part of no time has no place in a report, and its source would be listed for nothing.
         if part.seconds:
             _put(nodes, part)
     for node in list(nodes.values()):
         if node.part is not None and node.children:
+            # Otherwise the numbers below a node would not add up to it.
             node.children.append(Node("rest", node.path, node.part.seconds, node.part))
             node.part = None
     _order(root)
@@ -163,13 +151,14 @@ def _put(nodes: dict[str, Node], part: Part) -> None:
 
 
 def _joined(one: Part, other: Part) -> Part:
-    """Two parts of one path."""
     source = one.source if one.source == other.source else f"{one.source}; {other.source}"
+    # Of two marks the weaker one holds for both together.
     mark = max(one.mark, other.mark, key=_MARKS.index)
     return Part(one.path, one.seconds + other.seconds, mark, source)
 
 
 def _order(node: Node) -> None:
+    # "rest" comes last, however large it is: it explains what the parts above it leave.
     node.children.sort(key=lambda child: (child.name == "rest", -child.seconds))
     for child in node.children:
         _order(child)
@@ -181,15 +170,13 @@ def marks_of(node: Node) -> set[Mark]:
 
 
 def pruned(node: Node, least_s: float) -> Node:
-    """The tree without its smallest leaves: those of a group are one, and a group that is small has none.
-
-    Args:
-        least_s: seconds below which a part is small.
-    """
+    """The tree without its smallest leaves: those of a group are one, and a group that is small has none."""
     if not node.children:
         return node
+    # Absolute values, since an efficiency above 1 is a part of negative time.
     if node.path and abs(node.seconds) < least_s:
         return _as_leaf(node, node.name, node.path)
+    # A single small part stays under its own name: "1 small one" would take as much room.
     small = [child for child in node.children if abs(child.seconds) < least_s and node.path]
     kept = [pruned(child, least_s) for child in node.children if len(small) < 2 or child not in small]
     if len(small) >= 2:
@@ -199,7 +186,6 @@ def pruned(node: Node, least_s: float) -> Node:
 
 
 def _as_leaf(node: Node, name: str, path: str) -> Node:
-    """A group as one part, which rests on all that its own rest on."""
     parts = [below.part for _, below in node.walk() if below.part is not None]
     mark = max((part.mark for part in parts), key=_MARKS.index)
     source = "; ".join(dict.fromkeys(part.source for part in parts))
@@ -213,16 +199,15 @@ def rounded(root: Node, unit_s: float) -> dict[int, int]:
 
     Args:
         unit_s: the last printed digit, seconds.
-
-    Returns:
-        Units by the `id` of the node.
     """
     leaves = [node for _, node in root.walk() if not node.children]
+    # The largest-remainder method.
     wanted = round(root.seconds / unit_s)
     units = {id(node): math.floor(node.seconds / unit_s) for node in leaves}
     by_loss = sorted(leaves, key=lambda node: node.seconds / unit_s % 1, reverse=True)
     for node in by_loss[: max(wanted - sum(units.values()), 0)]:
         units[id(node)] += 1
+    # From the leaves upwards: children come behind their parents in the walk.
     for node in reversed([node for _, node in root.walk()]):
         if node.children:
             units[id(node)] = sum(units[id(child)] for child in node.children)
@@ -230,11 +215,7 @@ def rounded(root: Node, unit_s: float) -> dict[int, int]:
 
 
 def printed(root: Node) -> tuple[str, dict[int, str]]:
-    """Every node's time as it is printed, all in one unit, to about a thousandth of the whole.
-
-    Returns:
-        The unit, and texts by the `id` of the node.
-    """
+    """Every node's time as it is printed, all in one unit, to about a thousandth of the whole."""
     unit, scale, decimals = precision_of(root.seconds)
     ticks = rounded(root, 10.0**-decimals / scale)
     return unit, {key: f"{count * 10.0**-decimals:,.{decimals}f}" for key, count in ticks.items()}
@@ -256,6 +237,7 @@ def toml_keys(job: Job, strategy: Strategy) -> str:
 
     What `foreign` names is not in them.
     """
+    # 0 is not a setting of `phalanx train`; a bucket that is larger than any chunk comes to the same.
     one_bucket = strategy.bucket_bytes == 0
     settings = settings_of(replace(strategy, bucket_bytes=_WHOLE_CHUNK_BYTES) if one_bucket else strategy)
     settings["train.global_batch"] = job.global_batch
@@ -300,17 +282,11 @@ _FULL = 0.85
 
 @dataclass(frozen=True)
 class StepLimit:
-    """One thing that limits a layout.
+    """One thing that limits a layout."""
 
-    Attributes:
-        words: such as ``data-parallel tail 0.48 s of 6.34 s``.
-        seconds: of a step; 0 for memory.
-        share: of the step, or of the memory that may be filled.
-    """
-
-    words: str
-    seconds: float
-    share: float
+    words: str  # such as ``data-parallel tail 0.48 s of 6.34 s``
+    seconds: float  # of a step; 0 for memory
+    share: float  # of the step, or of the memory that may be filled
 
 
 def limits_of(prediction: Prediction, limit_bytes: float, count: int = 3) -> tuple[StepLimit, ...]:
@@ -318,6 +294,7 @@ def limits_of(prediction: Prediction, limit_bytes: float, count: int = 3) -> tup
     seconds: dict[str, float] = defaultdict(float)
     for part in prediction.parts:
         seconds[_name(part.path)] += part.seconds
+    # Computing is what a step is for.
     seconds.pop(_NAMES["compute"], None)
     largest = sorted(seconds.items(), key=lambda item: -item[1])[:count]
     parts = [
@@ -337,5 +314,141 @@ def _memory(prediction: Prediction, limit_bytes: float) -> tuple[StepLimit, ...]
 
 def _name(path: str) -> str:
     pieces = path.split("/")
+    # The longest known beginning of the path first.
     heads = ["/".join(pieces[:length]) for length in range(len(pieces), 0, -1)]
     return next((_NAMES[head] for head in heads if head in _NAMES), pieces[0])
+
+
+VERSION = 1  # grows when a key goes or changes its meaning; new keys leave it as it is
+
+
+def finite(value: Any) -> Any:
+    """The same, with None for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    # JSON has neither infinity nor NaN; Python would write both, and other readers fail on them.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def prediction_json(report: PredictionReport) -> dict[str, Any]:
+    """Everything that is known of a prediction. `parts` sum to `step_s`; `hidden` is beside that sum."""
+    prediction, job = report.prediction, report.prediction.job
+    return {
+        "version": VERSION,
+        "name": report.name,
+        "cluster": prediction.cluster,
+        "device": report.device,
+        "devices": prediction.devices,
+        "parameters": report.parameters,
+        "job": {
+            "model": asdict(job.model),
+            "sequence_tokens": job.sequence,
+            "global_batch_sequences": job.global_batch,
+            "precision": job.precision,
+            "optimizer": job.optimizer,
+            "state_bits": job.state_bits,
+            "software": asdict(job.software),
+        },
+        "strategy": strategy_json(prediction.strategy),
+        "step_s": prediction.step_s,
+        "step_interval_s": None if prediction.interval_s is None else list(prediction.interval_s),
+        "interval_share_ratio": None if prediction.interval_s is None else INTERVAL_SHARE,
+        "efficiency_ratio": prediction.job.added.efficiency,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu_ratio": prediction.mfu,
+        "model_flops_per_step": prediction.model_flops,
+        "run_tokens": report.total_tokens or None,
+        "run_s": report.run_s,
+        "run_device_hours": report.device_hours,
+        "cost_usd": report.cost_usd,
+        "fits": report.fits,
+        "device_memory_bytes": report.device_memory_bytes,
+        "parts": [part_json(part) for part in prediction.parts],
+        "hidden": [part_json(part) for part in prediction.hidden],
+        "memory": [
+            {
+                "pipeline_rank": rank.pipeline_rank,
+                **{f"{kind}_bytes": float(getattr(rank, kind)) for kind in MEMORY_KINDS},
+                "total_bytes": float(rank.total),
+            }
+            for rank in prediction.memory
+        ],
+        "start_up": [part_json(part) for part in prediction.start_up],
+        "reliefs": [
+            {
+                "settings": changed_settings(prediction.strategy, one.strategy),
+                "step_s": one.step_s,
+                "fullest_bytes": float(memory_bytes(one)),
+            }
+            for one in report.reliefs
+        ],
+        "notes": [*report.remarks, *prediction.notes],
+    }
+
+
+def part_json(part: Part) -> dict[str, Any]:
+    """A part, with `seconds`, how it is known, and what it rests on."""
+    return {"path": part.path, "seconds": float(part.seconds), "mark": part.mark, "source": part.source}
+
+
+def strategy_json(strategy: Strategy) -> dict[str, Any]:
+    """Every field of a strategy, integers being plain ones."""
+    values = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    return {name: value if isinstance(value, str | bool) else int(value) for name, value in values.items()}
+
+
+def search_json(result: SearchResult) -> dict[str, Any]:
+    """Everything that a search found, best first."""
+    sensitivities = [
+        {
+            "choice": choice.choice,
+            "value": choice.value,
+            "spread_s": choice.spread_s,
+            "outcomes": [
+                {
+                    "value": outcome.value,
+                    "best_step_s": None if outcome.best is None else outcome.best.step_s,
+                    "proven": outcome.proven,
+                    "least_bytes": outcome.least_bytes,
+                    "alone_step_s": None if outcome.alone is None else outcome.alone.step_s,
+                }
+                for outcome in choice.outcomes
+            ],
+        }
+        for choice in result.sensitivities
+    ]
+    return {
+        "version": VERSION,
+        "machine": asdict(result.machine),
+        "asked": [bound.text for bound in result.asked.bounds],
+        "limit_bytes": result.limit_bytes,
+        "candidates": result.candidates,
+        "fitting": result.fitting,
+        "predicted": result.predicted,
+        "proven": result.proven,
+        "lower_s": result.lower_s,
+        "seconds": result.seconds,
+        **{
+            name: [layout_json(prediction, result.limit_bytes) for prediction in getattr(result, name)]
+            for name in ("best", "shapes", "pareto")
+        },
+        "unlimited": layout_json(result.unlimited, result.limit_bytes),
+        "sensitivities": sensitivities,
+        "removed": [asdict(rule) for rule in result.removed],
+    }
+
+
+def layout_json(prediction: Prediction, limit_bytes: float) -> dict[str, Any]:
+    """One layout that a search found, without its parts."""
+    return {
+        "strategy": strategy_json(prediction.strategy),
+        "step_s": float(prediction.step_s),
+        "tokens_per_s": float(prediction.tokens_per_s),
+        "mfu_ratio": float(prediction.mfu),
+        "memory_bytes": float(memory_bytes(prediction)),
+        "limits": [limit.words for limit in limits_of(prediction, limit_bytes)],
+        "toml": toml_keys(prediction.job, prediction.strategy),
+        "not_possible_yet": list(foreign(prediction.strategy)),
+    }

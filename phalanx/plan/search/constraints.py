@@ -56,8 +56,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 }
 """What can be chosen from, and all that there is; ``bucket_bytes`` takes any sizes."""
 
-HOST_AXES = ("tensor", "context", "data")
-"""Axes whose groups can be kept inside a host, innermost first."""
+HOST_AXES = ("tensor", "context", "data")  # axes whose groups can be kept inside a host, innermost first
 
 _LEAST_BYTES = 1e6  # of a device's memory; up to 1 a number is a share of it
 _OTHERS = ("memory", "inside_host")
@@ -72,12 +71,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Bound:
-    """Values that a number may have.
-
-    Attributes:
-        text: as it was asked for.
-        default: nobody asked for it.
-    """
+    """Values that a number may have. `default`: nobody asked for it."""
 
     name: str
     comparison: str
@@ -125,11 +119,7 @@ class Constraints:
 
 
 def parse(words: Sequence[str]) -> Constraints:
-    """The constraints that `words` ask for.
-
-    Raises:
-        UserError: a word is not a comparison, or its name or value is unknown.
-    """
+    """The constraints that `words` ask for."""
     asked = Constraints()
     own: list[Bound] = []
     lifted: set[str] = set()
@@ -149,11 +139,7 @@ def parse(words: Sequence[str]) -> Constraints:
 
 
 def restricted(asked: Constraints, program: str) -> Constraints:
-    """The same among the layouts that a program has (`phalanx.plan.software.LAYOUTS`).
-
-    Raises:
-        UserError: `asked` is for a choice that the program does not have.
-    """
+    """The same among the layouts that a program has (`phalanx.plan.software.LAYOUTS`)."""
     choices, bounds = dict(asked.choices), list(asked.bounds)
     for key, allowed in LAYOUTS.get(program, {}).items():
         if key in CHOICES:
@@ -271,13 +257,7 @@ _BUCKET_BYTES = 25_000_000
 
 @dataclass(frozen=True)
 class SearchTarget:
-    """Devices that a job is to be spread over.
-
-    Attributes:
-        devices: all of them are used.
-        memory_bytes: of each.
-        kind: what they are; fused overlap needs GPUs.
-    """
+    """Devices that a job is to be spread over. `kind`: what they are; fused overlap needs GPUs."""
 
     devices: int
     devices_per_host: int

@@ -39,28 +39,16 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Best:
-    """The best of a set.
+    """The best of a set."""
 
-    Attributes:
-        places: of the best, best first; fewer than asked for where the set is smaller.
-        lower_s: no layout of the set that is not among them is faster than this, or than the last of them; seconds.
-        proven: it is certain that they are the best. It is not where the number of predictions was limited.
-    """
-
-    places: tuple[int, ...]
-    lower_s: float
-    proven: bool
+    places: tuple[int, ...]  # of the best, best first; fewer than asked for where the set is smaller
+    lower_s: float  # no layout of the set that is not among them is faster than this, or than the last of them; seconds
+    proven: bool  # it is certain that they are the best. It is not where the number of predictions was limited
 
 
 def memory_bytes(prediction: Prediction) -> float:
     """Of its fullest rank."""
     return max(rank.total for rank in prediction.memory)
-
-
-def _keeps_bounds(made: Prediction, lower_s: float, least_bytes: float) -> bool:
-    """Whether neither bound is above its prediction."""
-    nearly = 1 - _ROUNDING
-    return bool(made.step_s >= lower_s * nearly and memory_bytes(made) >= least_bytes * nearly)
 
 
 class Frontier:
@@ -99,9 +87,12 @@ class Frontier:
         """Of one layout, made when it is asked for first."""
         if place not in self._predictions:
             made = self._predict(self.strategy(place))
-            self.sound &= _keeps_bounds(made, self.lower_s[place], self.memory_bytes[place])
+            nearly, num_bytes = 1 - _ROUNDING, memory_bytes(made)
+            self.sound &= bool(
+                made.step_s >= self.lower_s[place] * nearly and num_bytes >= self.memory_bytes[place] * nearly
+            )
             self._predictions[place], self._exact_s[place] = made, made.step_s
-            self.memory_bytes[place] = memory_bytes(made)
+            self.memory_bytes[place] = num_bytes
         return self._predictions[place]
 
     def strategy(self, place: int) -> Strategy:
@@ -128,10 +119,6 @@ class Frontier:
         """The `count` layouts of `among` with the shortest predicted steps; of equals, those with less memory.
 
         Exact, unless the budget ends before; then the best that were found.
-
-        Args:
-            limit_bytes: that none of them may exceed on its fullest rank.
-            max_predictions: that this question may cost, of all that may be made.
         """
         most = self._budget if max_predictions is None else min(self._budget, self.predicted + max_predictions)
         for place in self._doubtful(among, count, limit_bytes):
@@ -158,7 +145,6 @@ class Frontier:
                         best = sorted([*best, float(self._exact_s[place])])[:count]
 
     def _known(self, among: Mask, limit_bytes: float) -> NDArray[np.int64]:
-        """Places of `among` that are predicted, and fit."""
         known = np.fromiter(self._predictions, dtype=np.int64, count=len(self._predictions))
         return known[among[known] & (self.memory_bytes[known] <= limit_bytes)]
 
@@ -178,8 +164,7 @@ _NO_MEMORY = "tensor_overlap"
 # Below so many layouts, starting processes costs more than it saves.
 _FEW = 100_000
 
-Part: TypeAlias = tuple[Bounds, Bounds]
-"""Of one group: step times and memory."""
+Part: TypeAlias = tuple[Bounds, Bounds]  # of one group: step times and memory
 
 
 class Scores(Protocol):
@@ -198,15 +183,10 @@ class Scores(Protocol):
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost model that a search asks.
+    """The cost model that a search asks."""
 
-    Attributes:
-        score: of a strategy whose numbers are arrays.
-        predict: of one layout, in full.
-    """
-
-    score: Callable[[Strategy], Scores]
-    predict: Callable[[Strategy], Prediction]
+    score: Callable[[Strategy], Scores]  # of a strategy whose numbers are arrays
+    predict: Callable[[Strategy], Prediction]  # of one layout, in full
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,11 +204,7 @@ class Scored:
 
 
 def scored(space: SearchSpace, costs: CostModel, processes: int | None = None) -> Scored:
-    """Of every layout a lower bound and the memory; block by block, so that little is held in between.
-
-    Args:
-        processes: that share the work; None: as many as there are cores, if it is worth it.
-    """
+    """Of every layout a lower bound and the memory; block by block, so that little is held in between."""
     parts = _in_processes(space, costs, processes or _worth(space))
     sizes = [len(group.rows) for group in space.groups]
     return Scored(
@@ -258,7 +234,7 @@ def _worth(space: SearchSpace) -> int:
 
 
 def _in_processes(space: SearchSpace, costs: CostModel, processes: int) -> list[Part]:
-    """Every group, dealt out to this process and forked ones; these end when they have said what they found."""
+    """Every group, dealt out to this process and forked ones; these end when they have sent what they found."""
     context = multiprocessing.get_context("fork")
     others = []
     for first in range(1, processes):
@@ -297,7 +273,7 @@ def _say(space: SearchSpace, costs: CostModel, first: int, processes: int, write
 
 def _heard(reader: Connection) -> dict[int, Part]:
     with reader:
-        said: dict[int, Part] | str = reader.recv()
-    if isinstance(said, str):
-        raise RuntimeError(f"a process that scored layouts failed:\n{said}")
-    return said
+        found: dict[int, Part] | str = reader.recv()
+    if isinstance(found, str):
+        raise RuntimeError(f"a process that scored layouts failed:\n{found}")
+    return found

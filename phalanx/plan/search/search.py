@@ -46,9 +46,6 @@ def search(
         max_predictions: layouts that are predicted in full at most; where it is reached, the result says that it is not
             proven.
         effort: predictions that each question beside the best may cost; with fewer, answers are less certain.
-
-    Raises:
-        UserError: no layout is possible, or none fits; the message says what to relax.
     """
     begun = time.perf_counter()
     asked = asked or Constraints()
@@ -68,6 +65,10 @@ def search(
     front, front_proven = pareto_front(frontier, limit_bytes, effort)
     unlimited = frontier.best(every, max_predictions=effort)
     choices = sensitivities(frontier, limit_bytes, best.places[0], effort)
+    removed, fitting = list(space.removed), int(np.count_nonzero(may_fit))
+    if gone := len(may_fit) - fitting:
+        rule, cure = f"at most {units.size(limit_bytes)} on the fullest rank", "raise memory<=, or take more devices"
+        removed.append(Removed(rule, "layouts", len(may_fit), gone, cure))
     return SearchResult(
         machine=machine,
         asked=asked,
@@ -77,9 +78,9 @@ def search(
         pareto=undominated([frontier.prediction(place) for place in front]),
         unlimited=frontier.prediction((*unlimited.places, best.places[0])[0]),
         sensitivities=choices,
-        removed=(*space.removed, *_too_full(may_fit, limit_bytes)),
+        removed=tuple(removed),
         candidates=space.count,
-        fitting=int(np.count_nonzero(may_fit)),
+        fitting=fitting,
         limit_bytes=limit_bytes,
         predicted=frontier.predicted,
         lower_s=best.lower_s,
@@ -87,7 +88,7 @@ def search(
         all_proven=frontier.sound
         and all(one.proven for one in (best, unlimited, *shapes))
         and front_proven
-        and _proven(choices),
+        and all(outcome.proven for choice in choices for outcome in choice.outcomes),
         seconds=time.perf_counter() - begun,
     )
 
@@ -96,54 +97,29 @@ def _predictions(frontier: Frontier, *found: Best) -> tuple[Prediction, ...]:
     return tuple(frontier.prediction(place) for best in found for place in best.places)
 
 
-def _proven(choices: Sequence[Sensitivity]) -> bool:
-    return all(outcome.proven for choice in choices for outcome in choice.outcomes)
-
-
-def _too_full(may_fit: Mask, limit_bytes: float) -> list[Removed]:
-    """What memory takes away, if it does."""
-    gone = len(may_fit) - int(np.count_nonzero(may_fit))
-    if not gone:
-        return []
-    rule = f"at most {units.size(limit_bytes)} on the fullest rank"
-    return [Removed(rule, "layouts", len(may_fit), gone, "raise memory<=, or take more devices")]
-
-
 @dataclass(frozen=True)
 class ChoiceOutcome:
-    """What one value of a choice comes to.
-
-    Attributes:
-        best: the fastest layout with it that fits, everything else being free; None where none fits, or,
-            if it is not proven, where none was predicted any more.
-        lower_s: no layout with it that fits is faster, seconds; the step time of `best` where that is proven.
-        proven: it is certain that no other is faster.
-        least_bytes: what the leanest layout with it needs at least.
-        alone: the layout that differs from the best of all in this choice, and as little as it then must in others;
-            None where the rules allow none. It may not fit.
-    """
+    """What one value of a choice comes to."""
 
     value: Any
+    # The fastest layout with it that fits, everything else being free; None where none fits, or, if it is not proven,
+    # where none was predicted any more.
     best: Prediction | None
-    lower_s: float
-    proven: bool
-    least_bytes: float
+    lower_s: float  # no layout with it that fits is faster, seconds; the step time of `best` where that is proven
+    proven: bool  # it is certain that no other is faster
+    least_bytes: float  # what the leanest layout with it needs at least
+    # The layout that differs from the best of all in this choice, and as little as it then must in others; None where
+    # the rules allow none. It may not fit.
     alone: Prediction | None
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much hangs on one choice.
+    """How much hangs on one choice."""
 
-    Attributes:
-        choice: its name, as constraints have it.
-        value: what the best layout has.
-        outcomes: one for each value, in order; of many values those next to the best.
-    """
-
-    choice: str
-    value: Any
-    outcomes: tuple[ChoiceOutcome, ...]
+    choice: str  # its name, as constraints have it
+    value: Any  # what the best layout has
+    outcomes: tuple[ChoiceOutcome, ...]  # one for each value, in order; of many values those next to the best
 
     @property
     def spread_s(self) -> float:
@@ -154,42 +130,28 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best layouts of a job on a machine, and what was learnt on the way.
-
-    Attributes:
-        best: fastest first, of all that fit.
-        shapes: the best for each way to share the devices, fastest first; `best` may hold many small variations of one.
-        pareto: layouts for which no other is both faster and leaner, leanest last: the best for each fiftieth of the
-            memory that may be filled.
-        unlimited: the best layout if memory had no limit; it is `best[0]` where memory costs nothing.
-        sensitivities: those on which most hangs first.
-        removed: what each rule took away, in order; the last one is memory.
-        candidates: layouts after all rules but memory.
-        fitting: those of them that may fit: by a bound of their memory, which few exceed when they are predicted.
-        limit_bytes: what a layout was allowed to fill of each device.
-        predicted: layouts that were predicted in full; all others were bounded away.
-        lower_s: no layout outside `best` is faster than this, seconds.
-        proven: it is certain that `best` are the best; else the number of predictions was limited, or the cost model
-            gave a bound that one of them is below.
-        all_proven: everything else here is certain, too; what is not says so, where it has a place for it.
-        seconds: that the search took.
-    """
+    """The best layouts of a job on a machine, and what was learnt on the way."""
 
     machine: SearchTarget
     asked: Constraints
-    best: tuple[Prediction, ...]
+    best: tuple[Prediction, ...]  # fastest first, of all that fit
+    # The best for each way to share the devices, fastest first; `best` may hold many small variations of one.
     shapes: tuple[Prediction, ...]
+    # Layouts for which no other is both faster and leaner, leanest last: the best for each fiftieth of the memory that
+    # may be filled.
     pareto: tuple[Prediction, ...]
-    unlimited: Prediction
-    sensitivities: tuple[Sensitivity, ...]
-    removed: tuple[Removed, ...]
-    candidates: int
-    fitting: int
+    unlimited: Prediction  # the best layout if memory had no limit; it is `best[0]` where memory costs nothing
+    sensitivities: tuple[Sensitivity, ...]  # those on which most hangs first
+    removed: tuple[Removed, ...]  # what each rule took away, in order; the last one is memory
+    candidates: int  # layouts after all rules but memory
+    fitting: int  # those of them that may fit: by a bound of their memory, which few exceed when they are predicted
     limit_bytes: float
     predicted: int
-    lower_s: float
+    lower_s: float  # no layout outside `best` is faster than this, seconds
+    # It is certain that `best` are the best; else the number of predictions was limited, or the cost model gave a bound
+    # that one of them is below.
     proven: bool
-    all_proven: bool
+    all_proven: bool  # everything else here is certain, too; what is not says so, where it has a place for it
     seconds: float
 
 
@@ -202,9 +164,6 @@ def pareto_front(frontier: Frontier, limit_bytes: float, effort: int) -> tuple[t
 
     Each is on the exact front: none is as fast with less memory. Of those that lie within one step, the fastest is
     given.
-
-    Args:
-        effort: predictions that one step may cost.
     """
     highest = float(np.max(frontier.memory_bytes))
     step = min(limit_bytes, highest) / _STEPS
@@ -258,13 +217,7 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
 
 
 def sensitivities(frontier: Frontier, limit_bytes: float, best: int, effort: int) -> tuple[Sensitivity, ...]:
-    """Of every choice that has more than one value, those on which most hangs first.
-
-    Args:
-        limit_bytes: that a layout may fill.
-        best: the place of the best that fits.
-        effort: predictions that one value may cost.
-    """
+    """Of every choice that has more than one value, those on which most hangs first."""
     names = [name for name in (*NUMERIC, *CHOICES) if len(frontier.values(name)) > 1]
     columns = {name: frontier.column(name) for name in names}
     differs = {name: column != column[best] for name, column in columns.items()}
@@ -304,7 +257,6 @@ def _sensitivity(
 
 
 def _nearest(near: NDArray[np.int64], changed: NDArray[np.int8], column: NDArray[Any], value: Any) -> NDArray[np.int64]:
-    """Of the layouts that have `value`, those in which least else changed."""
     has: Mask = column[near] == value
     least = np.min(changed[has], initial=np.iinfo(np.int8).max)
     found: NDArray[np.int64] = near[has & (changed == least)]
@@ -350,7 +302,6 @@ def reliefs(
 
 
 def _like(strategy: Strategy) -> Constraints:
-    """What keeps the ranks as they are, and their schedule."""
     kept = [f"{axis}={getattr(strategy, axis)}" for axis in _AXES]
     if strategy.pipeline > 1:
         kept += [f"schedule={strategy.schedule}", f"chunks={strategy.chunks}"]
@@ -369,12 +320,25 @@ _NEAR = 128
 
 def nothing_left(job: Job, machine: SearchTarget, asked: Constraints, space: SearchSpace) -> UserError:
     """The error for a space that is empty by its rules."""
-    problem = _problem(job, machine, _said(space.removed))
+    # Each rule with what it took away, those of one kind after another
+    kinds = dict.fromkeys(one.of for one in space.removed)
+    problem = _problem(
+        job,
+        machine,
+        "; ".join(
+            f"of {next(one.before for one in space.removed if one.of == kind):,} {kind} "
+            + ", ".join(f"{one.removed:,} by '{one.rule}'" for one in space.removed if one.of == kind)
+            for kind in kinds
+        ),
+    )
     for cure, other in _relaxations(asked):
         if count := layouts(job, machine, other).count:
             return UserError(problem, cure=f"{cure}: {count:,} layouts are left then")
     near = " or ".join(f"{devices:,}" for devices in _near(job, machine, asked))
-    return UserError(problem, cure=f"take {near} devices" if near else _last_cure(space.removed))
+    if near:
+        return UserError(problem, cure=f"take {near} devices")
+    cures = (one.cure for one in reversed(space.removed) if one.left == 0)  # of the rule that left nothing
+    return UserError(problem, cure=next(cures, "take another number of devices"))
 
 
 def nothing_fits(
@@ -413,31 +377,15 @@ def _relaxations(asked: Constraints) -> Iterator[tuple[str, Constraints]]:
 
 
 def _near(job: Job, machine: SearchTarget, asked: Constraints) -> Iterator[int]:
-    """The nearest numbers of devices, below and above, for which layouts are left."""
     below = range(machine.devices - 1, max(machine.devices - _NEAR, 0), -1)
     for numbers in (below, range(machine.devices + 1, machine.devices + _NEAR)):
         there = (n for n in numbers if layouts(job, replace(machine, devices=n), asked).count)
         yield from itertools.islice(there, 1)
 
 
-def _problem(job: Job, machine: SearchTarget, said: str) -> str:
+def _problem(job: Job, machine: SearchTarget, reason: str) -> str:
     return (
         f"no layout of {machine.devices:,} device{'s' * (machine.devices > 1)} is left for {job.model.layers} layers, "
         f"{job.model.kv_heads} key/value heads, sequences of {job.sequence:,} tokens and a global batch of "
-        f"{job.global_batch:,}: {said}"
+        f"{job.global_batch:,}: {reason}"
     )
-
-
-def _said(removed: Sequence[Removed]) -> str:
-    """Each rule with what it took away, those of one kind after another."""
-    kinds = dict.fromkeys(one.of for one in removed)
-    return "; ".join(
-        f"of {next(one.before for one in removed if one.of == kind):,} {kind} "
-        + ", ".join(f"{one.removed:,} by '{one.rule}'" for one in removed if one.of == kind)
-        for kind in kinds
-    )
-
-
-def _last_cure(removed: Sequence[Removed]) -> str:
-    """Of the rule that left nothing."""
-    return next((one.cure for one in reversed(removed) if one.left == 0), "take another number of devices")

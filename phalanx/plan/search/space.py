@@ -40,30 +40,19 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Layouts that differ in numbers only.
+    """Layouts that differ in numbers only."""
 
-    Attributes:
-        settings: the fields of their strategies that are the same.
-        rows: of the space's columns.
-    """
-
-    settings: Mapping[str, Any]
-    rows: NDArray[np.int32]
+    settings: Mapping[str, Any]  # the fields of their strategies that are the same
+    rows: NDArray[np.int32]  # of the space's columns
 
 
 @dataclass(frozen=True, eq=False)
 class SearchSpace:
-    """Every layout that the rules leave.
+    """Every layout that the rules leave."""
 
-    Attributes:
-        columns: numbers, a row for each way to share devices, batch and layers.
-        groups: the choices, each with the rows that can have them.
-        removed: what each rule took away, in the order of the rules.
-    """
-
-    columns: Mapping[str, Column]
-    groups: tuple[Group, ...]
-    removed: tuple[Removed, ...]
+    columns: Mapping[str, Column]  # numbers, a row for each way to share devices, batch and layers
+    groups: tuple[Group, ...]  # the choices, each with the rows that can have them
+    removed: tuple[Removed, ...]  # what each rule took away, in the order of the rules
 
     @property
     def count(self) -> int:
@@ -88,7 +77,7 @@ class SearchSpace:
 
 
 def layouts(job: Job, machine: SearchTarget, asked: Constraints) -> SearchSpace:
-    """Every layout of `job` on `machine` that `asked` allows; each said in one way only.
+    """Every layout of `job` on `machine` that `asked` allows; each of them once.
 
     A choice that changes nothing has one value: without a pipeline the schedule is 1f1b, without ranks that could split
     state `zero` is 0, and so on.
@@ -114,7 +103,6 @@ def _groups(dimensions: list[list[Option]]) -> list[Group]:
 
 
 def _keep_possible(table: LayoutTable, options: list[Option]) -> None:
-    """Take away the rows that no value of a choice suits."""
     names = " and ".join(options[0].settings)
     what = ", ".join(" ".join(str(value) for value in option.settings.values()) for option in options)
     possible = np.logical_or.reduce([option.rows for option in options])
@@ -178,7 +166,6 @@ def _context_methods(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[A
 
 
 def _buckets(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
-    """Sizes matter where gradients are reduced."""
     reduced = table["data"] * table["context"] > 1
     first, *others = allowed["bucket_bytes"]
     return [
@@ -188,7 +175,6 @@ def _buckets(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]
 
 
 def _joined(options: list[Option]) -> list[Option]:
-    """Options with the same settings as one."""
     found: list[Option] = []
     for option in options:
         same = [one for one in found if one.settings == option.settings]
@@ -215,11 +201,7 @@ _ON_AXES = ("pipeline", "replicate", "shard", "data", "context", "tensor", "expe
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule on the columns of a table.
-
-    Attributes:
-        holds: for each row.
-    """
+    """A rule on the columns of a table."""
 
     name: str
     cure: str
@@ -236,8 +218,20 @@ def numeric_layouts(job: Job, machine: SearchTarget, asked: Constraints) -> Layo
     for rule in [*_bounds(asked, on_axes=True), *_axis_rules(job, machine, asked)]:
         table.keep(rule.holds(table), rule.name, AXES_UNIT, rule.cure)
     if len(table):
-        _add_batches(table, job)
-        for rule in [*_bounds(asked, on_axes=False), *_row_rules(job)]:
+        # Micro-batches that divide what a data-parallel rank has, and chunks that leave each stage a layer.
+        table.extend("micro_batch", job.global_batch // table["data"], divisors)
+        table.columns["micro_batches"] = job.global_batch // (table["data"] * table["micro_batch"])
+        table.extend("chunks", table["pipeline"], lambda p: range(1, job.model.layers // p + 1) if p > 1 else (1,))
+        table.columns["stages"] = table["pipeline"] * table["chunks"]
+        fullest = -(-job.model.layers // table["stages"])
+        # Of a whole number of layers: the only column that is not one by nature, kept in millionths.
+        table.columns["imbalance"] = (1_000_000 * fullest * table["stages"]) // job.model.layers - 1_000_000
+        enough = Rule(
+            "at least as many micro-batches as pipeline ranks",
+            f"raise the global batch above {job.global_batch}",
+            lambda table: (table["pipeline"] == 1) | (table["micro_batches"] >= table["pipeline"]),
+        )
+        for rule in [*_bounds(asked, on_axes=False), enough]:
             table.keep(rule.holds(table), rule.name, ROWS_UNIT, rule.cure)
     table.columns.pop("imbalance", None)
     return table
@@ -245,7 +239,7 @@ def numeric_layouts(job: Job, machine: SearchTarget, asked: Constraints) -> Layo
 
 def _axes(job: Job, devices: int) -> LayoutTable:
     """All factorisations of `devices`, and of the experts over data-parallel ranks."""
-    table = one_row({"rest": devices})
+    table = LayoutTable({"rest": np.array([devices], dtype=np.int64)})
     for axis in ("tensor", "context", "pipeline", "replicate"):
         table.extend(axis, table["rest"], divisors)
         table.columns["rest"] = table["rest"] // table[axis]
@@ -255,17 +249,6 @@ def _axes(job: Job, devices: int) -> LayoutTable:
     shared = np.gcd(table["data"], job.model.experts) if job.model.experts else np.ones_like(table["data"])
     table.extend("expert", shared, divisors)
     return table
-
-
-def _add_batches(table: LayoutTable, job: Job) -> None:
-    """Micro-batches that divide what a data-parallel rank has, and chunks that leave each stage a layer."""
-    table.extend("micro_batch", job.global_batch // table["data"], divisors)
-    table.columns["micro_batches"] = job.global_batch // (table["data"] * table["micro_batch"])
-    table.extend("chunks", table["pipeline"], lambda p: range(1, job.model.layers // p + 1) if p > 1 else (1,))
-    table.columns["stages"] = table["pipeline"] * table["chunks"]
-    fullest = -(-job.model.layers // table["stages"])
-    # Of a whole number of layers: the only column that is not one by nature, kept in millionths.
-    table.columns["imbalance"] = (1_000_000 * fullest * table["stages"]) // job.model.layers - 1_000_000
 
 
 def _bounds(asked: Constraints, *, on_axes: bool) -> list[Rule]:
@@ -345,31 +328,15 @@ def _optimizer_rules(job: Job) -> list[Rule]:
     ]
 
 
-def _row_rules(job: Job) -> list[Rule]:
-    return [
-        Rule(
-            "at least as many micro-batches as pipeline ranks",
-            f"raise the global batch above {job.global_batch}",
-            lambda table: (table["pipeline"] == 1) | (table["micro_batches"] >= table["pipeline"]),
-        )
-    ]
-
-
 @dataclass(frozen=True)
 class Removed:
-    """What one rule left of the layouts that came to it.
+    """What one rule left of the layouts that came to it."""
 
-    Attributes:
-        rule: in words.
-        of: what was counted: ways to share the devices, ways to share batch and layers too, or whole layouts.
-        cure: how to have fewer taken away, in the imperative.
-    """
-
-    rule: str
-    of: str
+    rule: str  # in words
+    of: str  # what was counted: ways to share the devices, ways to share batch and layers too, or whole layouts
     before: int
     removed: int
-    cure: str
+    cure: str  # how to have fewer taken away, in the imperative
 
     @property
     def left(self) -> int:
@@ -410,8 +377,3 @@ class LayoutTable:
             return
         self.removed.append(Removed(rule, of, before, before - left, cure))
         self.columns = {name: column[mask] for name, column in self.columns.items()}
-
-
-def one_row(values: Mapping[str, int]) -> LayoutTable:
-    """A table of one row."""
-    return LayoutTable({name: np.array([value], dtype=np.int64) for name, value in values.items()})

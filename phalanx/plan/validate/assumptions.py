@@ -1,7 +1,7 @@
 """What the published tables leave open, and what is assumed instead: once, before the first comparison.
 
-Each table has a `Setting`; `ALTERNATIVES` are what else each open choice could be, so that the spread over them can be
-shown beside the error. Nothing here, and no number of the hardware descriptions, is fitted to a row that judges.
+Each table has a `Setting`; its alternatives are what else each open choice could be, so that their spread can be shown
+beside the error. Nothing here, and no number of the hardware descriptions, is fitted to a row that judges.
 
 Two choices were made otherwise before the first comparison, and corrected after it, since the sources say otherwise.
 Megatron-LM in MegaScale's tables was taken to have FlashAttention and to compute nothing again: that publication has
@@ -43,61 +43,49 @@ from phalanx.plan.software import (
     MEGATRON_2023,
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
+    MIXED_PRECISION,
 )
 from phalanx.plan.types import Overlap, Precision, Recompute, Software
 
-VTRAIN = str(Path(__file__).parent / "vtrain.toml")
+_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a table's rows were run, as far as its columns do not say.
-
-    Attributes:
-        table: name of the CSV file without its ending.
-        cluster: name or file of a description of the hardware.
-        micro_batch: where a row has none.
-        recompute: where a row has none; ``selective`` of a row is attention alone (arXiv 2205.05198).
-        zero: of the data-parallel ranks.
-        window: keys that all layers see; 0: all.
-        pad_vocab: rows of the vocabulary are padded to a multiple of this times the tensor-parallel ranks.
-        model: fields of the model that a row has no column for.
-        attention_ratio: how much longer than the device's curves say the program's attention takes, forward and
-            backward: older kernels than those that the curves are of.
-        clock_ratio: clock under lasting load over that of the described device, where power was limited otherwise.
-        memory_ratio: rate of the memory over that of the described device.
-        blocking_launches: the host waits for the end of each kernel before it launches the next one.
-        slow_hosts: those that the cluster's file has were among the hosts; else they had been removed.
-        publication: of tables that were left out: those with the same share program and machines.
-        stragglers: ranks are unequal as the cluster's file says; else all are alike.
-        assumed: which of these are assumed, and why as they are.
-    """
+    """How a table's rows were run, as far as its columns do not say."""
 
     table: str
     title: str
     cluster: str
     software: Software
     precision: Precision
-    micro_batch: int = 1
-    recompute: Recompute = "none"
+    micro_batch: int = 1  # where a row has none
+    recompute: Recompute = "none"  # where a row has none; ``selective`` of a row is attention alone (arXiv 2205.05198)
     sequence_parallel: bool = True
-    zero: int = 0
+    zero: int = 0  # of the data-parallel ranks
     block: str = "serial"
-    window: int = 0
+    window: int = 0  # keys that all layers see; 0: all
     optimizer: Optimizer = "adamw"
     tensor_overlap: Overlap = "none"
     tensor_chunks: int = 4
     bucket_bytes: int = 0
-    pad_vocab: int = 0
-    slow_hosts: bool = True
-    model: Mapping[str, object] = field(default_factory=dict)
+    pad_vocab: int = 0  # rows of the vocabulary are padded to a multiple of this times the tensor-parallel ranks
+    slow_hosts: bool = True  # those that the cluster's file has were among the hosts; else they had been removed
+    model: Mapping[str, object] = field(default_factory=dict)  # fields of the model that a row has no column for
+    # How much longer than the device's curves say the program's attention takes, forward and backward: older kernels
+    # than those that the curves are of.
     attention_ratio: tuple[float, float] = (1.0, 1.0)
+    # Clock under lasting load over that of the described device, where power was limited otherwise.
     clock_ratio: float = 1.0
-    memory_ratio: float = 1.0
-    blocking_launches: bool = False
-    publication: str = ""
-    stragglers: bool = True
-    assumed: Mapping[str, str] = field(default_factory=dict)
+    memory_ratio: float = 1.0  # rate of the memory over that of the described device
+    blocking_launches: bool = False  # the host waits for the end of each kernel before it launches the next one
+    publication: str = ""  # of tables that were left out: those with the same share program and machines
+    stragglers: bool = True  # ranks are unequal as the cluster's file says; else all are alike
+    assumed: Mapping[str, str] = field(default_factory=dict)  # which of these are assumed, and why as they are
+    # What else each open choice could be, one at a time.
+    alternatives: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    # Of these the ones that were decided after a first comparison: a table's error is never reported without theirs.
+    after_comparing: tuple[str, ...] = ()
 
 
 MEGATRON = Setting(
@@ -118,6 +106,15 @@ MEGATRON = Setting(
         "slow_hosts": "the half per cent that is 10 % slower (section 5) had not been removed",
         "stragglers": "that ranks are unequal came after the first comparison, where everything was too fast",
     },
+    alternatives={
+        "micro_batch": (2,),
+        "recompute": ("full",),
+        "sequence_parallel": (False,),
+        "slow_hosts": (False,),
+        "stragglers": (False,),
+        "software": (replace(MEGATRON_2023, name="megatron-lm-2023 with FlashAttention", fused_attention=True),),
+    },
+    after_comparing=("software", "stragglers"),
 )
 
 MEGASCALE_OWN = replace(
@@ -136,29 +133,20 @@ MEGASCALE_OWN = replace(
         "window": "768: the published MFU counts 40 % fewer FLOPs of attention than 2,048 keys would have",
         "tensor_chunks": "4",
     },
-)
-
-KORTHIKANTI = Setting(
-    table="korthikanti_table5",
-    title="Korthikanti et al., table 5",
-    cluster="selene",
-    software=MEGATRON_2022,
-    precision="fp16",
-)
-
-NARAYANAN = Setting(
-    table="narayanan_table1",
-    title="Narayanan et al. (SC21), table 1",
-    cluster="selene",
-    software=MEGATRON_2021,
-    precision="fp16",
-    sequence_parallel=False,
+    alternatives={
+        "micro_batch": (2,),
+        "window": (256, 1024),
+        "tensor_chunks": (2, 8),
+        "slow_hosts": (False,),
+        "stragglers": (False,),
+    },
+    after_comparing=("stragglers",),
 )
 
 VTRAIN_MULTI = Setting(
     table="vtrain_multi_node",
     title="vTrain, several hosts",
-    cluster=VTRAIN,
+    cluster=str(_FOLDER / "vtrain.toml"),
     software=MEGATRON_DEEPSPEED,
     precision="fp16",
     recompute="full",
@@ -168,52 +156,48 @@ VTRAIN_MULTI = Setting(
         "recompute": "full: use_checkpoint in config/validation of the same repository",
         "software": "as Megatron-LM in 2021, with dropout and without overlap",
     },
-)
-
-VTRAIN_SINGLE = replace(VTRAIN_MULTI, table="vtrain_single_node", title="vTrain, one host")
-
-MEGATRON_530B = replace(MEGATRON, table="megascale_figure9_megatron", title="MegaScale, figure 9: Megatron-LM, 530B")
-MEGASCALE_530B = replace(
-    MEGASCALE_OWN, table="megascale_figure9_megascale", title="MegaScale, figure 9: MegaScale, 530B"
+    alternatives={"sequence_parallel": (True,)},
 )
 
 SETTINGS: tuple[Setting, ...] = (
     MEGATRON,
     MEGASCALE_OWN,
-    MEGATRON_530B,
-    MEGASCALE_530B,
-    KORTHIKANTI,
-    NARAYANAN,
+    replace(
+        MEGATRON,
+        table="megascale_figure9_megatron",
+        title="MegaScale, figure 9: Megatron-LM, 530B",
+        alternatives={},
+        after_comparing=(),
+    ),
+    replace(
+        MEGASCALE_OWN,
+        table="megascale_figure9_megascale",
+        title="MegaScale, figure 9: MegaScale, 530B",
+        alternatives={},
+    ),
+    Setting(
+        table="korthikanti_table5",
+        title="Korthikanti et al., table 5",
+        cluster="selene",
+        software=MEGATRON_2022,
+        precision="fp16",
+    ),
+    Setting(
+        table="narayanan_table1",
+        title="Narayanan et al. (SC21), table 1",
+        cluster="selene",
+        software=MEGATRON_2021,
+        precision="fp16",
+        sequence_parallel=False,
+    ),
     VTRAIN_MULTI,
-    VTRAIN_SINGLE,
+    replace(
+        VTRAIN_MULTI,
+        table="vtrain_single_node",
+        title="vTrain, one host",
+        alternatives={"recompute": ("none",)},
+    ),
 )
-
-ALTERNATIVES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    "megascale_table2_megatron": {
-        "micro_batch": (2,),
-        "recompute": ("full",),
-        "sequence_parallel": (False,),
-        "slow_hosts": (False,),
-        "stragglers": (False,),
-        "software": (replace(MEGATRON_2023, name="megatron-lm-2023 with FlashAttention", fused_attention=True),),
-    },
-    "megascale_table2_megascale": {
-        "micro_batch": (2,),
-        "window": (256, 1024),
-        "tensor_chunks": (2, 8),
-        "slow_hosts": (False,),
-        "stragglers": (False,),
-    },
-    "vtrain_multi_node": {"sequence_parallel": (True,)},
-    "vtrain_single_node": {"recompute": ("none",)},
-}
-"""What else the open choices could be, one at a time."""
-
-AFTER_COMPARING: Mapping[str, tuple[str, ...]] = {
-    "megascale_table2_megatron": ("software", "stragglers"),
-    "megascale_table2_megascale": ("stragglers",),
-}
-"""Of these the ones that were decided after a first comparison: a table's error is never told without theirs."""
 
 MEGATRON_CORE_BF16 = replace(
     # NeMo's Megatron Core with grad_sync_dtype bf16, which its buffer of summed gradients has too.
@@ -235,23 +219,16 @@ FOUNDRY = replace(
     reduce_bytes=2,
 )
 
-INTERNEVO = Software(
+INTERNEVO = replace(
     # InternLM's trainer: flash-attn's fused layers, rotation and loss; bf16 gradients summed and reduced in bf16 beside
     # the passes (configs/7B_sft.py: overlap_sync_grad, overlap_sync_param), fp32 masters.
+    MIXED_PRECISION,
     name="internevo",
     fused_elementwise=True,
     stops_early=False,
-    residual_bytes=2,
-    gradient_bytes=2,
-    reduce_bytes=2,
-    gather_bytes=2,
-    sent_bytes=2,
-    master_bytes=4,
-    weight_bytes=2,
     tensor_backward_overlap=True,
 )
 
-_FOLDER = Path(__file__).parent
 LLAMA = {
     "gated": True,
     "position": "rotary",
@@ -263,8 +240,7 @@ LLAMA = {
 }
 _NEMOTRON = {**LLAMA, "gated": False, "norm": "layer"}
 
-_FLASH_1 = (2.0, 2.0)
-"""FlashAttention over FlashAttention-2, on A100 (arXiv 2307.08691, abstract)."""
+_FLASH_1 = (2.0, 2.0)  # flashAttention over FlashAttention-2, on A100 (arXiv 2307.08691, abstract)
 _FLASH_2 = (642 / 355, 552 / 337)
 """FlashAttention-2 over the curve of H100 at 32,768, 355 TFLOP/s forward and 337 backward (Dao-AILab/flash-attention
 issue 1051)."""
@@ -292,6 +268,7 @@ NEMO_GPT3 = Setting(
         "cluster": "hosts as NVIDIA's DGX H100",
         "tensor_overlap": "ub_tp_comm_overlap of gpt3_175b_hydra.yaml, rings and pipelines of four",
     },
+    alternatives={"tensor_overlap": ("none", "fused"), "slow_hosts": (False,)},
 )
 
 NEMO_LLAMA_8B = Setting(
@@ -315,44 +292,6 @@ NEMO_LLAMA = replace(
     assumed={**NEMO_LLAMA_8B.assumed, "tensor_overlap": "ub_tp_comm_overlap of llama3_1_70b.yaml, in four chunks"},
 )
 
-NEMO_NEMOTRON_15B = replace(
-    NEMO_LLAMA,
-    table="nemo_nemotron4_15b",
-    title="NVIDIA DGX Cloud: Nemotron-4 15B on H100",
-    bucket_bytes=100_000_000,
-    model=_NEMOTRON,
-    assumed={**NEMO_LLAMA_8B.assumed, "tensor_overlap": "ub_tp_comm_overlap of nemotron4-15b-synth.yaml"},
-)
-
-NEMO_NEMOTRON_340B = replace(
-    NEMO_LLAMA_8B,
-    table="nemo_nemotron4_340b",
-    title="NVIDIA DGX Cloud: Nemotron-4 340B on H100",
-    software=replace(MEGATRON_CORE_BF16, pipeline_overlap=False),
-    recompute="attention",
-    bucket_bytes=50_000_000,
-    model=_NEMOTRON,
-    assumed={"cluster": "hosts as NVIDIA's DGX H100"},
-)
-
-LLAMA3 = Setting(
-    table="llama3_405b",
-    publication="llama3",
-    title="Llama 3 405B",
-    cluster="h100_400g",
-    software=replace(MEGATRON_CORE, name="llama-3's trainer", even_stages=False),
-    precision="bf16",
-    zero=2,
-    model=LLAMA,
-    assumed={
-        "micro_batch": "1",
-        "chunks": "4 of two layers, one layer fewer at both ends",
-        "software": "as Megatron Core; gradients in fp32 (section 3.3.2)",
-        "tensor_overlap": "none: not named among what was done",
-        "flops": "attention over all pairs counts, as torchtitan counts it",
-    },
-)
-
 FOUNDRY_H100 = Setting(
     table="foundry_h100",
     publication="foundry",
@@ -369,15 +308,10 @@ FOUNDRY_H100 = Setting(
         "software": "loss fused, nothing else",
         "attention": "triton's: half as long again as FlashAttention-2 forward, twice as long backward",
     },
-)
-
-FOUNDRY_A100 = replace(
-    FOUNDRY_H100,
-    table="foundry_a100",
-    title="MosaicML LLM Foundry: MPT on A100",
-    cluster="megascale",
-    attention_ratio=_TRITON,
-    assumed={**FOUNDRY_H100.assumed, "cluster": "1,600 Gb/s RoCE a host, as MegaScale's"},
+    alternatives={
+        "attention_ratio": ((1.0, 1.0), _FLASH_1_ON_H100),
+        "software": (replace(FOUNDRY, name="gradients made fp32", fused_gradients=False, reduce_bytes=4),),
+    },
 )
 
 TITAN_A100 = Setting(
@@ -394,6 +328,7 @@ TITAN_A100 = Setting(
         "cluster": "network of NVIDIA's DGX A100",
         "software": "without torch.compile: not named in the table",
     },
+    alternatives={"software": (replace(FSDP2, name="gradients not made fp32", fused_gradients=True),)},
 )
 
 TITAN_H100 = replace(
@@ -409,25 +344,12 @@ TITAN_H100 = replace(
         "cluster": "network of NVIDIA's DGX H100",
         "clock_ratio": "500 W and 2.4 TB/s, not 700 and 3.35 (its source): clock by the cube root of power",
     },
-)
-
-TITAN_H100_EAGER = replace(
-    TITAN_H100, table="torchtitan_h100_eager", title="torchtitan on H100, not compiled", software=FSDP2
-)
-
-INTERNLM = Setting(
-    table="internlm_7b",
-    publication="internlm",
-    title="InternLM 7B on A100",
-    cluster=str(_FOLDER / "internlm.toml"),
-    software=INTERNEVO,
-    precision="bf16",
-    sequence_parallel=False,
-    zero=1,
-    bucket_bytes=512_000_000,
-    model=LLAMA,
-    attention_ratio=_FLASH_1,
-    assumed={"attention": "flash-attn 1.0.5 (doc/en/install.md), half as fast as FlashAttention-2"},
+    alternatives={
+        "attention_ratio": ((1.0, 1.0),),
+        "clock_ratio": (1.0,),
+        "memory_ratio": (1.0,),
+        "software": (replace(FSDP2_COMPILED, name="gradients not made fp32", fused_gradients=True),),
+    },
 )
 
 BLOOM_FP16 = Setting(
@@ -443,77 +365,105 @@ BLOOM_FP16 = Setting(
     blocking_launches=True,
     model={"position": "none"},
     assumed={"software": "as Megatron-LM in 2021, with dropout and without overlap, as vTrain's"},
-)
-
-BLOOM_BF16 = replace(
-    BLOOM_FP16,
-    table="bloom_bf16",
-    title="BLOOM's trials, bf16",
-    software=replace(MEGATRON_DEEPSPEED, gradient_bytes=4, reduce_bytes=4),
-    precision="bf16",
-    assumed={**BLOOM_FP16.assumed, "gradients": "summed and reduced in fp32"},
-)
-
-ZERO_BUBBLE = Setting(
-    table="zero_bubble_1f1b",
-    publication="zero_bubble",
-    title="Zero-bubble pipelines: their 1F1B baseline",
-    cluster="selene",
-    software=replace(MEGATRON_2022, even_stages=False),
-    precision="fp16",
-    sequence_parallel=False,
-    assumed={
-        "cluster": "network of NVIDIA's DGX A100",
-        "vocabulary": "50,304: that of GPT-2, padded",
-        "software": "Megatron-LM with written scores, kept: the published memory holds them",
-    },
+    alternatives={"blocking_launches": (False,)},
 )
 
 LATER: tuple[Setting, ...] = (
     NEMO_GPT3,
     NEMO_LLAMA_8B,
     NEMO_LLAMA,
-    NEMO_NEMOTRON_15B,
-    NEMO_NEMOTRON_340B,
-    LLAMA3,
+    replace(
+        NEMO_LLAMA,
+        table="nemo_nemotron4_15b",
+        title="NVIDIA DGX Cloud: Nemotron-4 15B on H100",
+        bucket_bytes=100_000_000,
+        model=_NEMOTRON,
+        assumed={**NEMO_LLAMA_8B.assumed, "tensor_overlap": "ub_tp_comm_overlap of nemotron4-15b-synth.yaml"},
+    ),
+    replace(
+        NEMO_LLAMA_8B,
+        table="nemo_nemotron4_340b",
+        title="NVIDIA DGX Cloud: Nemotron-4 340B on H100",
+        software=replace(MEGATRON_CORE_BF16, pipeline_overlap=False),
+        recompute="attention",
+        bucket_bytes=50_000_000,
+        model=_NEMOTRON,
+        assumed={"cluster": "hosts as NVIDIA's DGX H100"},
+    ),
+    Setting(
+        table="llama3_405b",
+        publication="llama3",
+        title="Llama 3 405B",
+        cluster="h100_400g",
+        software=replace(MEGATRON_CORE, name="llama-3's trainer", even_stages=False),
+        precision="bf16",
+        zero=2,
+        model=LLAMA,
+        assumed={
+            "micro_batch": "1",
+            "chunks": "4 of two layers, one layer fewer at both ends",
+            "software": "as Megatron Core; gradients in fp32 (section 3.3.2)",
+            "tensor_overlap": "none: not named among what was done",
+            "flops": "attention over all pairs counts, as torchtitan counts it",
+        },
+        alternatives={"tensor_overlap": ("chunked",)},
+    ),
     FOUNDRY_H100,
-    FOUNDRY_A100,
+    replace(
+        FOUNDRY_H100,
+        table="foundry_a100",
+        title="MosaicML LLM Foundry: MPT on A100",
+        cluster="megascale",
+        attention_ratio=_TRITON,
+        assumed={**FOUNDRY_H100.assumed, "cluster": "1,600 Gb/s RoCE a host, as MegaScale's"},
+        alternatives={**FOUNDRY_H100.alternatives, "attention_ratio": ((1.0, 1.0), _FLASH_1)},
+    ),
     TITAN_A100,
     TITAN_H100,
-    TITAN_H100_EAGER,
-    INTERNLM,
+    replace(
+        TITAN_H100,
+        table="torchtitan_h100_eager",
+        title="torchtitan on H100, not compiled",
+        software=FSDP2,
+        alternatives={**TITAN_H100.alternatives, **TITAN_A100.alternatives},
+    ),
+    Setting(
+        table="internlm_7b",
+        publication="internlm",
+        title="InternLM 7B on A100",
+        cluster=str(_FOLDER / "internlm.toml"),
+        software=INTERNEVO,
+        precision="bf16",
+        sequence_parallel=False,
+        zero=1,
+        bucket_bytes=512_000_000,
+        model=LLAMA,
+        attention_ratio=_FLASH_1,
+        assumed={"attention": "flash-attn 1.0.5 (doc/en/install.md), half as fast as FlashAttention-2"},
+        alternatives={"attention_ratio": ((1.0, 1.0),)},
+    ),
     BLOOM_FP16,
-    BLOOM_BF16,
-    ZERO_BUBBLE,
+    replace(
+        BLOOM_FP16,
+        table="bloom_bf16",
+        title="BLOOM's trials, bf16",
+        software=replace(MEGATRON_DEEPSPEED, gradient_bytes=4, reduce_bytes=4),
+        precision="bf16",
+        assumed={**BLOOM_FP16.assumed, "gradients": "summed and reduced in fp32"},
+    ),
+    Setting(
+        table="zero_bubble_1f1b",
+        publication="zero_bubble",
+        title="Zero-bubble pipelines: their 1F1B baseline",
+        cluster="selene",
+        software=replace(MEGATRON_2022, even_stages=False),
+        precision="fp16",
+        sequence_parallel=False,
+        assumed={
+            "cluster": "network of NVIDIA's DGX A100",
+            "vocabulary": "50,304: that of GPT-2, padded",
+            "software": "Megatron-LM with written scores, kept: the published memory holds them",
+        },
+        alternatives={"software": (replace(MEGATRON_2022, name="as many layers on all stages"),)},
+    ),
 )
-
-ALTERNATIVES_LATER: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    "foundry_h100": {
-        "attention_ratio": ((1.0, 1.0), _FLASH_1_ON_H100),
-        "software": (replace(FOUNDRY, name="gradients made fp32", fused_gradients=False, reduce_bytes=4),),
-    },
-    "foundry_a100": {
-        "attention_ratio": ((1.0, 1.0), _FLASH_1),
-        "software": (replace(FOUNDRY, name="gradients made fp32", fused_gradients=False, reduce_bytes=4),),
-    },
-    "torchtitan_a100": {"software": (replace(FSDP2, name="gradients not made fp32", fused_gradients=True),)},
-    "torchtitan_h100": {
-        "attention_ratio": ((1.0, 1.0),),
-        "clock_ratio": (1.0,),
-        "memory_ratio": (1.0,),
-        "software": (replace(FSDP2_COMPILED, name="gradients not made fp32", fused_gradients=True),),
-    },
-    "torchtitan_h100_eager": {
-        "attention_ratio": ((1.0, 1.0),),
-        "clock_ratio": (1.0,),
-        "memory_ratio": (1.0,),
-        "software": (replace(FSDP2, name="gradients not made fp32", fused_gradients=True),),
-    },
-    "internlm_7b": {"attention_ratio": ((1.0, 1.0),)},
-    "nemo_gpt3_175b": {"tensor_overlap": ("none", "fused"), "slow_hosts": (False,)},
-    "llama3_405b": {"tensor_overlap": ("chunked",)},
-    "bloom_fp16": {"blocking_launches": (False,)},
-    "bloom_bf16": {"blocking_launches": (False,)},
-    "zero_bubble_1f1b": {"software": (replace(MEGATRON_2022, name="as many layers on all stages"),)},
-}
-"""What else their open choices could be, one at a time."""

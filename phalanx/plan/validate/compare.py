@@ -24,15 +24,13 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import divisors
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.parallel.config import ParallelConfig
-from phalanx.plan.hardware.hardware_files import load_cluster
+from phalanx.plan.hardware.cluster import load_cluster
 from phalanx.plan.jobs import phalanx_software
 from phalanx.plan.overheads import residual_of
 from phalanx.plan.predict import predict
 from phalanx.plan.software import PHALANX, software_named
 from phalanx.plan.types import Job, Overlap, Precision, Prediction, Software, Strategy
 from phalanx.plan.validate.assumptions import (
-    ALTERNATIVES,
-    ALTERNATIVES_LATER,
     LATER,
     LLAMA,
     MEGASCALE_OWN,
@@ -47,6 +45,7 @@ from phalanx.plan.validate.published import (
     Row,
     cluster_of,
     job_of,
+    published_flops,
     read_lines,
     read_table,
     strategy_of,
@@ -68,17 +67,12 @@ class Compared:
 
 @dataclass(frozen=True, eq=False)
 class TableResult:
-    """A table's comparison.
-
-    Attributes:
-        null_errors: of the null model, each row left out in turn; empty where there are too few rows.
-        spread: mean absolute error with each open choice made otherwise, by what was changed.
-    """
+    """A table's comparison."""
 
     setting: Setting
     compared: tuple[Compared, ...]
-    null_errors: NDArray[np.float64]
-    spread: Mapping[str, float]
+    null_errors: NDArray[np.float64]  # of the null model, each row left out in turn; empty where there are too few rows
+    spread: Mapping[str, float]  # mean absolute error with each open choice made otherwise, by what was changed
 
     @property
     def errors(self) -> NDArray[np.float64]:
@@ -92,11 +86,7 @@ class TableResult:
 
 
 def compare(setting: Setting, folder: Path = TABLES, with_spread: bool = True) -> TableResult:
-    """Predict all rows of a table.
-
-    Raises:
-        UserError: the table is not there, or cannot be read.
-    """
+    """Predict all rows of a table."""
     rows = read_table(folder / f"{setting.table}.csv")
     compared = tuple(_compared(row, setting) for row in rows)
     peak = load_cluster(setting.cluster, 1).device.peak_flops_per_s(setting.precision)
@@ -116,9 +106,8 @@ def _compared(row: Row, setting: Setting) -> Compared:
 
 
 def _spread(setting: Setting, rows: list[Row]) -> dict[str, float]:
-    """Mean absolute error with one choice at a time made otherwise."""
     found = {}
-    for name, values in {**ALTERNATIVES, **ALTERNATIVES_LATER}.get(setting.table, {}).items():
+    for name, values in setting.alternatives.items():
         for value in values:
             otherwise: dict[str, Any] = {name: value}
             changed = replace(setting, **otherwise)
@@ -127,21 +116,7 @@ def _spread(setting: Setting, rows: list[Row]) -> dict[str, float]:
     return found
 
 
-_LEAST = 4
-"""Rows below which two numbers explain nothing."""
-
-
-def published_flops(job: Job) -> float:
-    """FLOPs of a step as the publications count them: attention over all pairs, no recompute.
-
-    For GPT-3's shape that is ``72 B s L h^2 (1 + s/6h + V/12hL)`` (arXiv 2104.04473).
-    """
-    model = job.model
-    width, rows = model.hidden, model.heads * model.head_dim
-    projections = width * (2 * rows + 2 * model.kv_heads * model.head_dim)
-    mlp = (3 if model.gated else 2) * width * model.mlp_width
-    each = 6.0 * (projections + mlp) + 12.0 * job.sequence * rows
-    return job.tokens * (model.layers * each + 6.0 * model.vocab_rows * width)
+_LEAST = 4  # rows below which two numbers explain nothing
 
 
 def ideal_s(job: Job, strategy: Strategy, peak_flops_per_s: float) -> float:
@@ -216,20 +191,16 @@ def ablation() -> list[Change]:
     """All lines of the table."""
     found: list[Change] = []
     for (name, setting, batch), published in zip(steps(), PUBLISHED, strict=True):
-        predicted = 100 * _mfu(setting, batch)
+        # Utilisation as the table counts it: FLOPs of full attention over all pairs, over the peak.
+        row = replace(_ROW, global_batch=batch)
+        job, strategy, cluster = job_of(row, setting), strategy_of(row, setting), cluster_of(row, setting)
+        peak = strategy.world_size * cluster.device.peak_flops_per_s(setting.precision)
+        predicted = 100 * published_flops(job) / float(peak * predict(job, strategy, cluster).step_s)
         before = found[-1] if found else None
         gain = predicted - before.predicted if before else 0.0
         published_gain = published - before.published if before else 0.0
         found.append(Change(name, predicted, gain, published, published_gain))
     return found
-
-
-def _mfu(setting: Setting, batch: int) -> float:
-    """Utilisation as the table counts it: FLOPs of full attention over all pairs, over the peak."""
-    row = replace(_ROW, global_batch=batch)
-    job, strategy, cluster = job_of(row, setting), strategy_of(row, setting), cluster_of(row, setting)
-    peak = strategy.world_size * cluster.device.peak_flops_per_s(setting.precision)
-    return published_flops(job) / float(peak * predict(job, strategy, cluster).step_s)
 
 
 MODELS: Mapping[str, Mapping[str, object]] = {"gpt": {}, "llama": LLAMA}
@@ -266,21 +237,15 @@ _COLUMN_OF: Mapping[str, str] = {
     "--cluster": "cluster",
 }
 """What the planner's fields are called in a table."""
-COLUMNS = ("cluster", "software", *_CHOICES)
-"""Columns that a file of one's own may have beside those of `rows`."""
+COLUMNS = ("cluster", "software", *_CHOICES)  # columns that a file of one's own may have beside those of `rows`
 
 
 @dataclass(frozen=True)
 class Own:
-    """Steps of one's own.
+    """Steps of one's own."""
 
-    Attributes:
-        compared: each with its prediction at efficiency 1.
-        too_large: rows that are predicted to take more memory than a device has.
-    """
-
-    compared: tuple[Compared, ...]
-    too_large: tuple[str, ...] = ()
+    compared: tuple[Compared, ...]  # each with its prediction at efficiency 1
+    too_large: tuple[str, ...] = ()  # rows that are predicted to take more memory than a device has
 
     @property
     def efficiency(self) -> float:
@@ -307,60 +272,49 @@ def is_inside(one: Compared) -> bool | None:
 
 
 def compare_own(path: Path, cluster: str | None, software: str | None) -> Own:
-    """Predict every row of a file.
-
-    Args:
-        cluster, software: of rows that name none.
-
-    Raises:
-        UserError: the file cannot be read, a row names no cluster, or cannot be run like that.
-    """
+    """Predict every row of a file. `cluster`, `software`: of rows that name none."""
     rows, lines = read_table(path), read_lines(path)
     if not rows:
         raise UserError("has no row", cure="give it a line for each measured step", field=str(path))
-    _known_columns(path, list(lines[0]))
+    # A column that nothing reads may be one of ours, misspelt.
+    known = (*TABLE_COLUMNS, *MORE_COLUMNS, *COLUMNS)
+    for column in lines[0]:
+        if column not in known and not column.startswith("note"):
+            near = difflib.get_close_matches(column, known, 3, 0.5)
+            cure = f"name it {' or '.join(near)}" if near else f"take it out, or one of {', '.join(known)}"
+            problem = "is no column; what begins with 'note' is passed over"
+            raise UserError(problem, cure=cure, field=f"{path}: column", value=column)
     found = [_compared_own(path, row, line, cluster, software) for row, line in zip(rows, lines, strict=True)]
     return Own(
         tuple(compared for compared, _ in found), tuple(one.row.row_id for one, is_too_large in found if is_too_large)
     )
 
 
-def _known_columns(path: Path, columns: Sequence[str]) -> None:
-    """Refuse a column that would be passed over: it may be one of ours, misspelt."""
-    known = (*TABLE_COLUMNS, *MORE_COLUMNS, *COLUMNS)
-    for column in columns:
-        if column not in known and not column.startswith("note"):
-            near = difflib.get_close_matches(column, known, 3, 0.5)
-            cure = f"name it {' or '.join(near)}" if near else f"take it out, or one of {', '.join(known)}"
-            said = "is no column; what begins with 'note' is passed over"
-            raise UserError(said, cure=cure, field=f"{path}: column", value=column)
-
-
 def _compared_own(
     path: Path, row: Row, line: dict[str, str], cluster: str | None, software: str | None
 ) -> tuple[Compared, bool]:
-    def said(column: str) -> str:
+    def cell(column: str) -> str:
         return (line.get(column) or "").strip()
 
     where = f"{path}: row {row.row_id}"
-    name = said("cluster") or cluster
+    name = cell("cluster") or cluster
     if name is None:
         raise UserError("no cluster", cure="add a column cluster, or give --cluster NAME|FILE", field=where)
     for column, known in _CHOICES.items():
-        if said(column) and said(column) not in known:
+        if cell(column) and cell(column) not in known:
             cure = f"take one of {', '.join(known)}"
-            raise UserError("is not known", cure=cure, field=f"{where}: {column}", value=said(column))
+            raise UserError("is not known", cure=cure, field=f"{where}: {column}", value=cell(column))
     try:
         setting = Setting(
             table=path.stem,
             title=path.name,
             cluster=name,
-            software=_software(said, name, said("software") or software),
-            precision=_precision(said),
-            optimizer=cast(Optimizer, said("optimizer") or "adamw"),
-            zero=int(said("zero") or 1),
-            tensor_overlap=cast(Overlap, said("tensor_overlap") or "none"),
-            model=MODELS[said("model") or "gpt"],
+            software=_software(cell, name, cell("software") or software),
+            precision=_precision(cell),
+            optimizer=cast(Optimizer, cell("optimizer") or "adamw"),
+            zero=int(cell("zero") or 1),
+            tensor_overlap=cast(Overlap, cell("tensor_overlap") or "none"),
+            model=MODELS[cell("model") or "gpt"],
             bucket_bytes=_AS_GIVEN.bucket_bytes,
             tensor_chunks=_AS_GIVEN.tensor_chunks,
         )
@@ -378,26 +332,20 @@ def _compared_own(
         raise UserError(f"{column} {error.problem}".strip(), cure=cure, field=where) from None
 
 
-def _precision(said: Callable[[str], str]) -> Precision:
-    return cast(Precision, said("precision") or "bf16")
+def _precision(cell: Callable[[str], str]) -> Precision:
+    return cast(Precision, cell("precision") or "bf16")
 
 
-def _software(said: Callable[[str], str], cluster: str, name: str | None) -> Software:
-    """The program of a row: ours as its columns describe it, or another by its name."""
+def _software(cell: Callable[[str], str], cluster: str, name: str | None) -> Software:
     if name not in (None, PHALANX.name):
         return software_named(str(name))
     on_cpu = load_cluster(cluster).device.kind == "cpu"
-    residual = cast(Literal["float32", "compute"], said("residual") or "float32")
-    compiled = not on_cpu if not said("compile") else said("compile") == "yes"
-    return phalanx_software(_precision(said), residual=residual, compiled=compiled, on_cpu=on_cpu)
+    residual = cast(Literal["float32", "compute"], cell("residual") or "float32")
+    compiled = not on_cpu if not cell("compile") else cell("compile") == "yes"
+    return phalanx_software(_precision(cell), residual=residual, compiled=compiled, on_cpu=on_cpu)
 
 
 def _check_batch(row: Row, setting: Setting) -> None:
-    """See that a row's batch is whole on every rank, in the words of its columns.
-
-    Raises:
-        UserError: it is not.
-    """
     if row.global_batch % row.data:
         near = max(row.global_batch // row.data, 1) * row.data
         cure = f"correct it, or dp; a multiple of dp is {near:,}"

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan.predict import predict
-from phalanx.plan.types import INTERVAL_SHARE, Job, Recompute, Residual, Strategy
+from phalanx.plan.types import INTERVAL_SHARE, Recompute, Residual
 from phalanx.plan.validate.assumptions import LATER, Setting
-from phalanx.plan.validate.compare import published_flops
-from phalanx.plan.validate.published import TABLES, cluster_of, job_of, read_table, strategy_of
+from phalanx.plan.validate.published import TABLES, cluster_of, job_of, published_flops, read_table, strategy_of
 
 Array = NDArray[np.float64]
 
@@ -35,22 +34,15 @@ _AGAIN: Mapping[Recompute, float] = {"full": 1 / 3, "alternate": 1 / 9}
 
 @dataclass(frozen=True, eq=False)
 class JudgedRows:
-    """All rows of some tables.
+    """All rows of some tables."""
 
-    Attributes:
-        table, publication: of each row.
-        measured_s: of each row.
-        predicted_s: of each row, for each of `_KERNELS`.
-        peak_s: FLOPs as publications count them over the peak of all devices.
-        again: FLOPs with what is made again, over those.
-    """
-
+    # Of each row.
     table: NDArray[np.str_]
     publication: NDArray[np.str_]
     measured_s: Array
-    predicted_s: Array
-    peak_s: Array
-    again: Array
+    predicted_s: Array  # of each row, for each of `_KERNELS`
+    peak_s: Array  # FLOPs as publications count them over the peak of all devices
+    again: Array  # FLOPs with what is made again, over those
 
     def log_error(self, kernels: float) -> Array:
         """Logarithm of measured over predicted seconds of every row."""
@@ -81,30 +73,19 @@ class JudgedRows:
 
 @dataclass(frozen=True)
 class Judged:
-    """A table that was left out.
-
-    Attributes:
-        plain: mean absolute error of the model alone.
-        constant: of one share of the peak learnt from the other tables, FLOPs as published.
-        constant_again: likewise, with what is computed again counted.
-        learnt: with `Residual.kernels` learnt from the other tables.
-        signed: mean error of that, with its sign.
-        alone: with it learnt from the other publications.
-        inside: share of rows in the interval that the other tables give.
-        inside_alone: in that of the other publications.
-    """
+    """A table that was left out."""
 
     table: str
     title: str
     rows: int
-    plain: float
-    constant: float
-    constant_again: float
-    learnt: float
-    signed: float
-    alone: float
-    inside: float
-    inside_alone: float
+    plain: float  # mean absolute error of the model alone
+    constant: float  # of one share of the peak learnt from the other tables, FLOPs as published
+    constant_again: float  # likewise, with what is computed again counted
+    learnt: float  # with `Residual.kernels` learnt from the other tables
+    signed: float  # mean error of that, with its sign
+    alone: float  # with it learnt from the other publications
+    inside: float  # share of rows in the interval that the other tables give
+    inside_alone: float  # in that of the other publications
 
 
 def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> JudgedRows:
@@ -128,7 +109,7 @@ def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> Judge
         measured_s=np.array([row.step_s for _, row in pairs]),
         predicted_s=np.array(predicted),
         peak_s=np.array(peak),
-        again=np.array([_again(job, strategy) for job, strategy, _ in cases]),
+        again=np.array([1 + _AGAIN.get(strategy.recompute, 0.0) for job, strategy, _ in cases]),
     )
 
 
@@ -198,7 +179,6 @@ def _constant(rows: JudgedRows, own: NDArray[np.bool_], peak_s: Array) -> float:
 
 
 def _mean(log_errors: Array) -> float:
-    """Mean absolute error of predicted over measured."""
     return float(np.abs(np.exp(-log_errors) - 1).mean())
 
 
@@ -207,8 +187,3 @@ def _quantile(values: Array, weights: Array, level: float) -> float:
     order = np.argsort(values)
     below = np.cumsum(weights[order]) / weights.sum()
     return float(values[order][min(int(np.searchsorted(below, level)), len(values) - 1)])
-
-
-def _again(job: Job, strategy: Strategy) -> float:
-    """FLOPs with what is made again over those that count."""
-    return 1 + _AGAIN.get(strategy.recompute, 0.0)

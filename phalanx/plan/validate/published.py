@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.hardware.cluster import Cluster, load_cluster
 from phalanx.plan.hardware.device_model import Device, FusedAttention, TableGemm, TileGemm
-from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.types import Job, Model, Recompute, Residual, Strategy
 from phalanx.plan.validate.assumptions import Setting
 
@@ -24,8 +23,7 @@ COLUMNS = (
     *("n_gpus", "tp", "pp", "vpp", "dp", "recompute", "seq_parallel", "iter_time_s"),
 )
 """Those that a table must have."""
-MORE_COLUMNS = ("kv_heads", "ffn", "cp", "shard")
-"""Those that it may have."""
+MORE_COLUMNS = ("kv_heads", "ffn", "cp", "shard")  # those that it may have
 RECOMPUTE: Mapping[str, Recompute] = {
     "full": "full",
     "selective": "attention",
@@ -40,15 +38,7 @@ _MOST_S = 1e6
 
 @dataclass(frozen=True)
 class Row:
-    """One measured step.
-
-    Attributes:
-        micro_batch: 0 where it is not published.
-        recompute: as in `RECOMPUTE`, or empty where it is not published.
-        sequence_parallel: None where it is not published.
-        kv_heads, mlp_width: 0 where they follow from heads and hidden width.
-        shard: data-parallel ranks that split state; 0: all.
-    """
+    """One measured step."""
 
     row_id: str
     layers: int
@@ -57,36 +47,29 @@ class Row:
     vocab: int
     sequence: int
     global_batch: int
-    micro_batch: int
+    micro_batch: int  # 0 where it is not published
     devices: int
     tensor: int
     pipeline: int
     chunks: int
     data: int
-    recompute: str
-    sequence_parallel: bool | None
+    recompute: str  # as in `RECOMPUTE`, or empty where it is not published
+    sequence_parallel: bool | None  # None where it is not published
     step_s: float
+    # 0 where they follow from heads and hidden width.
     kv_heads: int = 0
     mlp_width: int = 0
     context: int = 1
-    shard: int = 0
+    shard: int = 0  # data-parallel ranks that split state; 0: all
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a CSV table; lines that start with # say where it comes from.
-
-    Raises:
-        UserError: there is no such table, or a column is missing or no number.
-    """
+    """The rows of a CSV table; lines that start with # say where it comes from."""
     return [_row(path, line) for line in read_lines(path)]
 
 
 def read_lines(path: Path) -> list[dict[str, str]]:
-    """The lines of a CSV table, by column.
-
-    Raises:
-        UserError: there is no such table, it is not text, a column is missing, or a line has more cells than columns.
-    """
+    """The lines of a CSV table, by column."""
     if not path.is_file():
         raise UserError("there is no such table", cure="give a folder of CSV tables", field="--tables", value=str(path))
     try:
@@ -112,11 +95,6 @@ def read_lines(path: Path) -> list[dict[str, str]]:
 
 
 def _row(path: Path, line: Mapping[str, str | None]) -> Row:
-    """A line as a row.
-
-    Raises:
-        UserError: a value is not a number, is out of all bounds, or contradicts another.
-    """
     where = f"{path}: row {line['row_id']}"
 
     def whole(column: str, default: int | None = None) -> int:
@@ -201,6 +179,19 @@ def job_of(row: Row, setting: Setting) -> Job:
     return Job(model, *sizes, setting.precision, setting.optimizer, setting.software, residual=Residual())
 
 
+def published_flops(job: Job) -> float:
+    """FLOPs of a step as the publications count them: attention over all pairs, no recompute.
+
+    For GPT-3's shape that is ``72 B s L h^2 (1 + s/6h + V/12hL)`` (arXiv 2104.04473).
+    """
+    model = job.model
+    width, rows = model.hidden, model.heads * model.head_dim
+    projections = width * (2 * rows + 2 * model.kv_heads * model.head_dim)
+    mlp = (3 if model.gated else 2) * width * model.mlp_width
+    each = 6.0 * (projections + mlp) + 12.0 * job.sequence * rows
+    return job.tokens * (model.layers * each + 6.0 * model.vocab_rows * width)
+
+
 def strategy_of(row: Row, setting: Setting) -> Strategy:
     """How the row's step was spread."""
     sequence_parallel = setting.sequence_parallel if row.sequence_parallel is None else row.sequence_parallel
@@ -250,12 +241,10 @@ class _OlderAttention(FusedAttention):
     ratio: tuple[float, float] = (1.0, 1.0)
 
     def seconds(self, flops: Any, queries: Any, head_dim: int, backward: bool = False) -> Any:
-        """Time of `flops` of one pass over `queries` positions."""
         return super().seconds(flops * self.ratio[backward], queries, head_dim, backward)
 
 
 def _device(setting: Setting) -> Device:
-    """The cluster's device as the table's program used it."""
     device = _cluster(setting.cluster).device
     if setting.blocking_launches:
         gap = replace(device.number("kernel_gap_s"), value=device.host_launch_s * setting.software.host_factor)
@@ -273,7 +262,6 @@ def _device(setting: Setting) -> Device:
 
 
 def _slower(gemm: TileGemm | TableGemm, clock_ratio: float) -> TileGemm | TableGemm:
-    """The same products at another clock; what was measured size by size stays as it is."""
     if isinstance(gemm, TableGemm) or clock_ratio == 1:
         return gemm
     return replace(gemm, tiles=tuple(replace(tile, share=tile.share * clock_ratio) for tile in gemm.tiles))

@@ -1,8 +1,4 @@
-"""The OpenAPI description: bodies describe themselves, there is no second set of classes.
-
-The web pages: a login that takes the token, the job, and its incidents.
-
-The interface for people and programs: what can be asked, what is answered, and its description.
+"""The interface for people and programs: routes, answers, their OpenAPI description, and the web pages.
 
 Handlers run in the driver's event loop. None does more than a few milliseconds of work at once: lists come in pages,
 files are read in threads, streams wait.
@@ -11,9 +7,13 @@ files are read in threads, streams wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
@@ -26,18 +26,27 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from phalanx import __version__
+from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
 from phalanx.run.api import bodies
 from phalanx.run.api import job as streams
 from phalanx.run.api.guard import Guard, Sessions
-from phalanx.run.api.job import CONTENT_TYPE, Job, Metrics, OrderError, unknown_host
+from phalanx.run.api.http_server import HttpServer
+from phalanx.run.api.job import CONTENT_TYPE, JobControl, Metrics, OrderError, unknown_host
+from phalanx.run.clock import read_clocks
+from phalanx.run.config import RunConfig
+from phalanx.run.driver.driver import Driver
+from phalanx.run.driver.write_ahead import Book
 from phalanx.run.incidents.incident_pages import listed, load, to_markdown
 from phalanx.run.incidents.report import Incident
+from phalanx.run.job_folder import card_of_this_process, write_card
 from phalanx.run.reports.job_page import incident_page, page
-from phalanx.run.reports.recent_events import SHOWN_HOSTS
-from phalanx.run.secrets import Token
+from phalanx.run.reports.recent_events import SHOWN_HOSTS, Hub
+from phalanx.run.secrets import TlsFiles, Token, read_token, server_context
+from phalanx.run.wire.driver_address import Address, parse, publish, published
+from phalanx.telemetry.alerts.run_metrics import TrainingFigures
 
-_WHAT = {
+_STATUSES = {
     401: "without the token",
     404: "there is none",
     408: "the request does not come to its end",
@@ -46,67 +55,47 @@ _WHAT = {
     422: "the request is wrong",
     503: "not now",
 }
-_ALWAYS = (401, 408, 413, 422)
+_FROM_EVERY_ROUTE = (401, 408, 413, 422)
 
 Answers = dict[int | str, dict[str, Any]]
 
 
-def answers(body: type, *errors: int, open: bool = False) -> Answers:
-    """What a route answers: a body as JSON, or one of these errors.
-
-    Args:
-        open: it needs no token.
-    """
-    found: Answers = {
-        200: {"description": "OK", "content": {"application/json": {"schema": _reference(body.__name__)}}}
-    }
-    return {**found, **_errors(*errors, open=open)}
+def _answers(media_type: str, schema: dict[str, Any], *errors: int, needs_token: bool = True) -> Answers:
+    """What a route answers, for its OpenAPI description: content, or one of these errors as JSON."""
+    found: Answers = {200: {"description": "OK", "content": {media_type: {"schema": schema}}}}
+    wrong = {"application/json": {"schema": {"$ref": "#/components/schemas/Wrong"}}}
+    for status in sorted({*errors, *(_FROM_EVERY_ROUTE if needs_token else ())}):
+        found[status] = {"description": _STATUSES[status], "content": wrong}
+    return found
 
 
-def stream(name: str, *errors: int) -> Answers:
-    """A route that answers lines of JSON."""
-    schema = {"type": "string", "description": f"one {name} as JSON on each line; empty lines keep it open"}
-    return {200: {"description": "OK", "content": {"application/x-ndjson": {"schema": schema}}}, **_errors(*errors)}
+def _json_answers(body: type, *errors: int, needs_token: bool = True) -> Answers:
+    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return _answers("application/json", schema, *errors, needs_token=needs_token)
 
 
-def markdown() -> Answers:
-    """A route that answers a page."""
-    return {200: {"description": "OK", "content": {"text/markdown": {"schema": {"type": "string"}}}}, **_errors(404)}
+def _stream_answers(name: str, *errors: int) -> Answers:
+    description = f"one {name} as JSON on each line; empty lines keep it open"
+    return _answers(NDJSON, {"type": "string", "description": description}, *errors)
 
 
-def text() -> Answers:
-    """A route that answers in the format of Prometheus."""
-    return {200: {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors()}
-
-
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The whole description."""
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """The whole OpenAPI description; bodies describe themselves, there is no second set of classes."""
     if app.openapi_schema is None:
-        found = get_openapi(title=app.title, version=app.version, summary=_SUMMARY, routes=app.routes)
+        summary = "One job that phalanx run keeps running."
+        found = get_openapi(title=app.title, version=app.version, summary=summary, routes=app.routes)
         parts = found.setdefault("components", {})
-        parts["schemas"] = {**parts.get("schemas", {}), **bodies.schemas()}
+        _, schemas = msgspec.json.schema_components(bodies.BODIES, ref_template="#/components/schemas/{name}")
+        parts["schemas"] = {**parts.get("schemas", {}), **schemas}
         parts["schemas"].pop("HTTPValidationError", None)
         parts["schemas"].pop("ValidationError", None)
-        parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer", "description": _TOKEN}}
+        token = "The job's token, 64 hexadecimal digits, from its token file."
+        parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer", "description": token}}
         for path, operations in found["paths"].items():
             for operation in operations.values():
                 operation["security"] = [] if path == "/health" else [{"token": []}]
         app.openapi_schema = found
     return app.openapi_schema
-
-
-_SUMMARY = "One job that phalanx run keeps running."
-_TOKEN = "The job's token, 64 hexadecimal digits, from its token file."
-
-
-def _errors(*statuses: int, open: bool = False) -> Answers:
-    body = {"application/json": {"schema": _reference("Wrong")}}
-    always = () if open else _ALWAYS
-    return {status: {"description": _WHAT[status], "content": body} for status in sorted({*statuses, *always})}
-
-
-def _reference(name: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{name}"}
 
 
 _MOST_ITEMS = 400
@@ -118,8 +107,8 @@ input{{font:inherit;width:24em}}</style>
 <input type="password" name="token" autocomplete="off" autofocus> <button>Enter</button></form></html>"""
 
 
-def add_pages(app: FastAPI, job: Job) -> None:
-    """The job, and its incidents; they only read."""
+def _add_pages(app: FastAPI, job: JobControl, token: Token, sessions: Sessions) -> None:
+    """Web pages, which only read, and the login: a browser shows the token once and gets a session."""
 
     @app.get("/", include_in_schema=False)
     async def the_job() -> Response:
@@ -129,10 +118,6 @@ def add_pages(app: FastAPI, job: Job) -> None:
     @app.get("/incidents/{number}", include_in_schema=False)
     async def one_incident(number: Annotated[int, Path(ge=1, le=2**31)]) -> Response:
         return HTMLResponse(incident_page(await asyncio.to_thread(load, job.folder, number)))
-
-
-def add_login(app: FastAPI, token: Token, sessions: Sessions) -> None:
-    """Where a browser shows the token once, and gets a session that only reads."""
 
     @app.get("/login", include_in_schema=False)
     async def form() -> Response:
@@ -191,23 +176,18 @@ class StopOrder(Order):
             raise ValueError(f"without_grace and grace_s = {self.grace_s:g} contradict each other")
         return self
 
-    @property
-    def seconds(self) -> float | None:
-        """None: as the policy has it."""
-        return 0.0 if self.without_grace else self.grace_s
 
-
-def make_app(job: Job, token: Token, unix_s: Callable[[], float] = time.time) -> Guard:
+def make_app(job: JobControl, token: Token, unix_s: Callable[[], float] = time.time) -> Guard:
     """The interface of a job, behind its guard."""
     app = FastAPI(title=f"phalanx run {job.state.job.name}", version=__version__, docs_url=None, redoc_url=None)
     sessions = Sessions(token, job.state.job.name, unix_s)
     _add_errors(app)
     _add_reading(app, job)
+    _add_incidents(app, job)
     _add_logs(app, job)
     _add_orders(app, job)
-    add_pages(app, job)
-    add_login(app, token, sessions)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    _add_pages(app, job, token, sessions)
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return Guard(app, token, sessions)
 
 
@@ -227,9 +207,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5]]
-        return _json(
-            bodies.Wrong("; ".join(found)[:1000], "correct it; GET /openapi.json describes what is taken"), 422
-        )
+        cure = "correct it; GET /openapi.json describes what is taken"
+        return _json(bodies.Wrong("; ".join(found)[:1000], cure), 422)
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
@@ -239,20 +218,22 @@ def _add_errors(app: FastAPI) -> None:
         return response
 
 
-def _add_reading(app: FastAPI, job: Job) -> None:
-    metrics = Metrics(job.reading)
+def _add_reading(app: FastAPI, job: JobControl) -> None:
+    metrics = Metrics(job.reading, job.training)
+    open_health = _json_answers(bodies.Health, needs_token=False)
+    prometheus = _answers("text/plain", {"type": "string"})
 
-    @app.get("/health", summary="The driver answers; needs no token", responses=answers(bodies.Health, open=True))
+    @app.get("/health", summary="The driver answers; needs no token", responses=open_health)
     async def health() -> Response:
         return _json(bodies.Health())
 
-    @app.get("/api/status", summary="The job now", responses=answers(bodies.Status))
+    @app.get("/api/status", summary="The job now", responses=_json_answers(bodies.Status))
     async def status(
         most: Annotated[int, Query(ge=0, le=1000, description="hosts that are listed, those in trouble first")] = 256,
     ) -> Response:
         return _json(bodies.status_body(job.overview(most)))
 
-    @app.get("/api/hosts", summary="Hosts, in pages", responses=answers(bodies.Hosts, 404))
+    @app.get("/api/hosts", summary="Hosts, in pages", responses=_json_answers(bodies.Hosts, 404))
     async def hosts(
         after: Annotated[str, Query(max_length=253, description="name of the last host of the page before")] = "",
         most: Annotated[int, Query(ge=1, le=500)] = 200,
@@ -261,22 +242,22 @@ def _add_reading(app: FastAPI, job: Job) -> None:
         page, more = job.page(after, most, state)
         return _json(bodies.Hosts(bodies.host_bodies(page), more))
 
-    @app.get("/api/hosts/{host}", summary="One host", responses=answers(bodies.HostBody, 404))
+    @app.get("/api/hosts/{host}", summary="One host", responses=_json_answers(bodies.HostBody, 404))
     async def one_host(host: HostName) -> Response:
         found = job.hosts([host])
         if not found:
             raise unknown_host(host)
         return _json(bodies.host_bodies(found)[0])
 
-    @app.get("/metrics", summary="For Prometheus", responses=text())
+    @app.get("/metrics", summary="For Prometheus", responses=prometheus)
     async def read_metrics() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    _add_incidents(app, job)
 
+def _add_incidents(app: FastAPI, job: JobControl) -> None:
+    markdown = _answers("text/markdown", {"type": "string"}, 404)
 
-def _add_incidents(app: FastAPI, job: Job) -> None:
-    @app.get("/api/incidents", summary="Incidents, the oldest first", responses=answers(bodies.Incidents))
+    @app.get("/api/incidents", summary="Incidents, the oldest first", responses=_json_answers(bodies.Incidents))
     async def incidents(
         last: Annotated[int, Query(ge=1, le=1000, description="so many of the newest")] = 100,
     ) -> Response:
@@ -285,43 +266,43 @@ def _add_incidents(app: FastAPI, job: Job) -> None:
         lines = [bodies.IncidentLine(*(getattr(one, name) for name in names)) for one in found]
         return _json(bodies.Incidents(lines))
 
-    @app.get("/api/incidents/{number}", summary="One incident", responses=answers(Incident, 404))
+    @app.get("/api/incidents/{number}", summary="One incident", responses=_json_answers(Incident, 404))
     async def one_incident(number: Number) -> Response:
         return _json(await asyncio.to_thread(load, job.folder, number))
 
-    @app.get("/api/incidents/{number}/page", summary="One incident, as a page", responses=markdown())
+    @app.get("/api/incidents/{number}/page", summary="One incident, as a page", responses=markdown)
     async def page(number: Number) -> Response:
         incident = await asyncio.to_thread(load, job.folder, number)
         return PlainTextResponse(to_markdown(incident), media_type="text/markdown")
 
 
-def _add_logs(app: FastAPI, job: Job) -> None:
-    bound = _Bound(MOST_STREAMS)
+def _add_logs(app: FastAPI, job: JobControl) -> None:
+    followers = _FollowerLimit()
 
-    @app.get("/api/logs", summary="Newest lines of ranks", responses=answers(bodies.LogLines, 404))
+    @app.get("/api/logs", summary="Newest lines of ranks", responses=_json_answers(bodies.LogLines, 404))
     async def logs(rank: Rank = None, last: Last = 100) -> Response:
         await asyncio.to_thread(streams.check_rank, job, rank)
         return _json(bodies.LogLines(await streams.newest_lines(job, rank, last)))
 
-    @app.get("/api/logs/follow", summary="Lines of ranks as they come", responses=stream("LogLine", 404, 503))
+    @app.get("/api/logs/follow", summary="Lines of ranks as they come", responses=_stream_answers("LogLine", 404, 503))
     async def follow_logs(rank: Rank = None, last: Last = 20, seconds: Seconds = 3600.0) -> Response:
         await asyncio.to_thread(streams.check_rank, job, rank)
-        return bound.stream(streams.follow_lines(job, rank, last, seconds))
+        return followers.stream(streams.follow_lines(job, rank, last, seconds))
 
-    @app.get("/api/items", summary="What was said lately: alerts, incidents, lines", responses=answers(bodies.Items))
+    said = "What was said lately: alerts, incidents, lines"
+
+    @app.get("/api/items", summary=said, responses=_json_answers(bodies.Items))
     async def items(since: Since = 0) -> Response:
         return _json(bodies.Items(job.hub.since(since), job.hub.last))
 
-    @app.get("/api/items/follow", summary="The same as it comes", responses=stream("Item", 503))
+    @app.get("/api/items/follow", summary="The same as it comes", responses=_stream_answers("Item", 503))
     async def follow_items(since: Since = 0, seconds: Seconds = 3600.0) -> Response:
-        return bound.stream(streams.follow_items(job.hub, since, seconds))
+        return followers.stream(streams.follow_items(job.hub, since, seconds))
 
 
-class _Bound:
-    """Not more than so many streams at once."""
-
-    def __init__(self, most: int) -> None:
-        self._left = most
+class _FollowerLimit:
+    def __init__(self) -> None:
+        self._left = MOST_STREAMS
 
     def stream(self, source: AsyncIterator[bytes]) -> Response:
         if not self._left:
@@ -337,12 +318,12 @@ class _Bound:
             self._left += 1
 
 
-def _add_orders(app: FastAPI, job: Job) -> None:
-    @app.post("/api/stop", summary="Stop the job", responses=answers(bodies.Done, 409, 503))
+def _add_orders(app: FastAPI, job: JobControl) -> None:
+    @app.post("/api/stop", summary="Stop the job", responses=_json_answers(bodies.Done, 409, 503))
     async def stop(order: StopOrder) -> Response:
-        return _json(bodies.Done(job.stop(order.giver, order.seconds)))
+        return _json(bodies.Done(job.stop(order.giver, 0.0 if order.without_grace else order.grace_s)))
 
-    done = answers(bodies.Done, 404, 409, 503)
+    done = _json_answers(bodies.Done, 404, 409, 503)
 
     @app.post("/api/hosts/{host}/drain", summary="A host leaves when another can take its place", responses=done)
     async def drain(host: HostName, order: Order) -> Response:
@@ -355,3 +336,52 @@ def _add_orders(app: FastAPI, job: Job) -> None:
     @app.post("/api/hosts/{host}/return", summary="A host may come back, or stays", responses=done)
     async def give_back(host: HostName, order: Order) -> Response:
         return _json(bodies.Done(job.give_back(host, order.giver)))
+
+
+_log = logging.getLogger(__name__)
+
+# File of the run folder that says where the interface listens; a driver that is started again takes the same port.
+ADDRESS = "http"
+
+
+@contextlib.asynccontextmanager
+async def serve_job(
+    config: RunConfig,
+    folder: FilePath,
+    driver: Driver,
+    book: Book,
+    hub: Hub,
+    training: Callable[[], TrainingFigures | None] = lambda: None,
+) -> AsyncIterator[None]:
+    """Serve people within it; the run folder's card says where, and after the job how it has ended.
+
+    Raises UserError where the address cannot be listened at, or a certificate cannot be read.
+    """
+    token = read_token(config.token_path.absolute())
+    job = JobControl(driver, book, hub, folder, config.log_folder.absolute(), training=training)
+    files = config.tls.files
+    # The token proves who a person is: browsers and Prometheus need no certificate of their own.
+    tls = server_context(TlsFiles(files.certificate, files.key)) if files is not None else None
+    card = card_of_this_process(config, folder, read_clocks().unix_s)
+    host, _, port = config.http.rpartition(":")  # checked by the config; port 0 is any
+    wanted, before = Address(host.strip("[]"), int(port)), None
+    with contextlib.suppress(OSError, UserError, IndexError):
+        before = parse(published(folder / ADDRESS)()[0])  # an earlier driver of this job listened there
+    async with HttpServer(make_app(job, token), wanted, before, tls) as server:
+        publish(folder / ADDRESS, server.address)
+        # A server that listens everywhere is found by the name of this machine.
+        here = server.address.host
+        name = socket.gethostname() if here in ("0.0.0.0", "::", "") else here
+        if is_loopback(name) and name != here:
+            name = "127.0.0.1"
+        url = f"{'http' if tls is None else 'https'}://{Address(name, server.address.port)}"
+        card = msgspec.structs.replace(card, http=url)
+        write_card(folder, card)
+        try:
+            yield
+        finally:
+            if (end := driver.finished) is not None:
+                try:
+                    write_card(folder, msgspec.structs.replace(card, status=end.status, ended=end.reason))
+                except OSError as error:  # the journal says it too
+                    _log.warning("how the job has ended could not be written to %s: %s", folder, error)

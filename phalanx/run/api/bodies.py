@@ -1,24 +1,22 @@
-"""What the interface answers, as JSON with names; the driver's own values are its ancestors.
+"""What the interface answers, as JSON with names.
 
 A body is a value of the driver in which everything has a name: messages between driver and executors are arrays. So
-the client gives what it has read to whoever takes the driver's values.
+the client gives what it has read to whatever takes the driver's values. Unknown fields are no error: what a later
+version adds does not keep an earlier client from reading the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
 from phalanx.run import messages
 from phalanx.run.decide.state import HostState as StateOfHost
 from phalanx.run.incidents.report import Incident
-from phalanx.run.logs.log_files import Line
+from phalanx.run.logs.log_files import LoggedLine
 from phalanx.run.reports.recent_events import HostView, Overview, Told, Wrote
-
-# What a later version adds does not keep an earlier client from reading the rest: unknown fields are no error.
 
 
 class Device(messages.Accelerator, frozen=True, array_like=False, forbid_unknown_fields=False):
@@ -67,12 +65,7 @@ class Hosts(msgspec.Struct, frozen=True):
 
 
 class IncidentLine(msgspec.Struct, frozen=True):
-    """One line of the list of incidents.
-
-    Attributes:
-        result: how it ended; ``open``: it has not.
-        seconds: it took; null: it has not ended.
-    """
+    """One line of the list of incidents; result ``open`` and seconds null: it has not ended."""
 
     number: int
     began_unix_s: float
@@ -144,12 +137,6 @@ def host_bodies(hosts: Iterable[HostView]) -> list[HostBody]:
     return [msgspec.convert(host, HostBody, from_attributes=True) for host in hosts]
 
 
-def line_body(line: Line) -> LogLine:
+def line_body(line: LoggedLine) -> LogLine:
     """A line for JSON."""
     return LogLine(line.rank, line.attempt, line.unix_s, line.text)
-
-
-def schemas() -> dict[str, Any]:
-    """Components of the OpenAPI description, by name."""
-    _, found = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
-    return dict(found)

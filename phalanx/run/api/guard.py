@@ -26,11 +26,8 @@ Headers = list[tuple[bytes, bytes]]
 
 BODY_BYTES = 64 << 10
 BODY_S = 10.0
-MOST_REQUESTS = 1024
-"""Of those who know the token, streams too, answered at one time."""
-
-LOGIN_BYTES = 4 << 10
-"""Of a request without the token: a login brings nothing else."""
+MOST_REQUESTS = 1024  # with the token, streams too, answered at one time
+LOGIN_BYTES = 4 << 10  # of a request without the token: a login brings nothing else
 
 LOGIN_S = 3.0
 SESSION_S = 12 * 3600.0
@@ -55,9 +52,7 @@ _LAST_HEADERS = [(b"connection", b"close"), *_HEADERS]
 class Sessions:
     """Proofs that somebody has shown the token, without the token in them; they outlive the driver, not the token.
 
-    Args:
-        job: whose cookie it is: cookies do not tell the ports of a host apart.
-        unix_s: the clock.
+    The name of the job is in the cookie's: cookies do not tell the ports of a host apart.
     """
 
     def __init__(self, token: Token, job: str, unix_s: Callable[[], float]) -> None:
@@ -77,8 +72,8 @@ class Sessions:
         return is_proven and int(until) > self._unix_s()
 
     def _proof(self, until: str) -> str:
-        said = f"{_LABEL}{until}".encode(errors="replace")
-        return hmac.digest(self._token.reveal().encode(), said, "sha256").hex()
+        message = f"{_LABEL}{until}".encode(errors="replace")
+        return hmac.digest(self._token.reveal().encode(), message, "sha256").hex()
 
 
 class Guard:
@@ -126,7 +121,18 @@ class Guard:
         if body is None:
             await refuse(send, 413, Wrong("the request is too large", f"send {most_bytes} bytes at most"))
             return
-        await self._app(scope, _again(body, receive), _with_headers(send, headers))
+        # What was received already comes again, and then what comes after it.
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return unread.pop() if unread else await receive()
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *headers]
+            await send(message)
+
+        await self._app(scope, again, with_headers)
 
     def admits(self, scope: Scope) -> bool:
         """Whether its headers have the token, or, for what only reads, a session."""
@@ -141,12 +147,8 @@ class Guard:
             async with asyncio.timeout(LOGIN_S):
                 await _body(scope, receive, LOGIN_BYTES)
         if scope["method"] == "GET" and scope["path"] == "/" and "text/html" in _headers(scope).get("accept", ""):
-            start = {
-                "type": "http.response.start",
-                "status": 303,
-                "headers": [(b"location", b"/login"), *_LAST_HEADERS],
-            }
-            await send(start)
+            headers = [(b"location", b"/login"), *_LAST_HEADERS]
+            await send({"type": "http.response.start", "status": 303, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
         cure = "send the header Authorization: Bearer TOKEN, with the token of the job's token file"
@@ -179,25 +181,6 @@ async def refuse(send: Send, status: int, wrong: Wrong) -> None:
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """`receive` that gives a body that was received already, and then what comes after it."""
-    unread = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        return unread.pop() if unread else await receive()
-
-    return again
-
-
-def _with_headers(send: Send, headers: Headers) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *headers]
-        await send(message)
-
-    return sending
 
 
 def _headers(scope: Scope) -> dict[str, str]:

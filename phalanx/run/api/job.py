@@ -1,9 +1,8 @@
 """The job as the interface sees it: reading it without holding the driver up, ordering it, following it.
 
 *Metrics* are what Prometheus reads: a few dozen numbers of the job, none of them per rank or per host. *Streams* are
-what goes on, one JSON value a line, until the job ends or the client leaves.
-
-An empty line every few seconds keeps connections open and shows either side that the other is there.
+what goes on, one JSON value a line, until the job ends or the client leaves; an empty line every few seconds keeps
+connections open and shows either side that the other is there.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ from phalanx.run.driver.job_status import Known, host_views, overview
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.logs.log_files import Follower, last_lines, rank_folders
 from phalanx.run.reports.recent_events import HostView, Hub, Overview, Wrote
+from phalanx.telemetry.alerts.run_metrics import TrainingCollector, TrainingFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Reading(NamedTuple):
-    """What is read at once.
+    """What Prometheus reads at once.
 
     Attributes:
-        heartbeats: that this driver has heard.
+        heartbeats: that this driver has received.
         oldest_s: age of the oldest newest heartbeat of a host that is expected to report; None: there is none.
         training_s: in which attempts have made steps.
         job_s: since the job began.
@@ -54,116 +54,88 @@ class Reading(NamedTuple):
     job_s: float
 
 
-class Metrics:
+class Metrics(Collector):
     """The numbers of one job, in a registry of their own.
 
     Args:
-        read: the job now; of its overview no host is needed.
+        read: gives the job now, without its hosts.
+        training: figures of what it trains; None: it is no training of ours, or they cannot be read here.
     """
 
-    def __init__(self, read: Callable[[], Reading]) -> None:
+    def __init__(
+        self, read: Callable[[], Reading], training: Callable[[], TrainingFigures | None] = lambda: None
+    ) -> None:
+        self._read = read
         self._registry = CollectorRegistry()
-        self._registry.register(_Job(read))
+        self._registry.register(self)
+        self._registry.register(TrainingCollector(training))
 
     def text(self) -> bytes:
         """In the format of Prometheus."""
         return generate_latest(self._registry)
-
-
-class _Job(Collector):
-    def __init__(self, read: Callable[[], Reading]) -> None:
-        self._read = read
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not read."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """All numbers."""
+        """All numbers; what is not known is absent, as Prometheus wants it."""
         reading = self._read()
-        yield from _states(reading.overview)
-        yield from _progress(reading.overview)
-        yield from _counted(reading)
-
-
-def _states(now: Overview) -> Iterable[Metric]:
-    hosts = GaugeMetricFamily("phalanx_run_hosts", "Hosts by state.", labels=["state"])
-    for state in STATES:
-        hosts.add_metric([state], now.hosts_by_state.get(state, 0))
-    yield hosts
-    phases = GaugeMetricFamily("phalanx_run_phase", "1 for the phase that the job is in.", labels=["phase"])
-    for phase in PHASES:
-        phases.add_metric([phase], float(phase == now.phase))
-    yield phases
-    yield _gauge("phalanx_run_hosts_wanted", "Hosts that take part when all is well.", now.hosts_wanted)
-    yield _gauge("phalanx_run_ranks", "Ranks of the present attempt.", now.world_size)
-    yield _gauge("phalanx_run_attempt", "Number of the present attempt.", now.attempt)
-    yield _gauge("phalanx_run_incident_open", "1 while an incident is being dealt with.", now.incident is not None)
-
-
-def _progress(now: Overview) -> Iterable[Metric]:
-    known = (
-        ("phalanx_run_step", "Newest step that any rank has done.", now.step),
-        ("phalanx_run_steps_per_second", "Over the last minute, of the present attempt.", now.steps_per_s),
-        ("phalanx_run_seconds_since_last_step", "Of the present attempt, while it runs.", now.step_age_s),
-        ("phalanx_run_seconds_since_last_movement", "The same of whatever moves, a step or else.", now.quiet_s),
-        ("phalanx_run_step_limit_seconds", "Without movement for so long, the job is looked into.", now.limit_s),
-        ("phalanx_run_exit_status", "With which the job has ended.", -1 if now.status is None else now.status),
-    )
-    for name, text, value in known:
-        if value >= 0:  # what is not known is absent, as Prometheus wants it
-            yield _gauge(name, text, value)
-
-
-def _counted(reading: Reading) -> Iterable[Metric]:
-    now = reading.overview
-    yield _counter("phalanx_run_recoveries", "Recoveries of the job.", now.recoveries)
-    yield _counter("phalanx_run_incidents", "Incidents of the job.", now.incidents)
-    yield _counter("phalanx_run_heartbeats", "Heartbeats that this driver has heard.", reading.heartbeats)
-    yield _counter("phalanx_run_job_seconds", "Since the job began.", reading.job_s)
-    text = "In which attempts have made steps; divided by job seconds, the share of effective training time."
-    yield _counter("phalanx_run_training_seconds", text, reading.training_s)
-    if reading.oldest_s is not None:
-        text = "Of all hosts that are expected to report, since the one that was silent longest was heard."
-        yield _gauge("phalanx_run_heartbeat_age_max_seconds", text, reading.oldest_s)
-
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, value=float(value))
-
-
-def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, value=float(value))
+        now = reading.overview
+        hosts = GaugeMetricFamily("phalanx_run_hosts", "Hosts by state.", labels=["state"])
+        for state in STATES:
+            hosts.add_metric([state], now.hosts_by_state.get(state, 0))
+        yield hosts
+        phases = GaugeMetricFamily("phalanx_run_phase", "1 for the phase that the job is in.", labels=["phase"])
+        for phase in PHASES:
+            phases.add_metric([phase], float(phase == now.phase))
+        yield phases
+        gauges = (
+            ("hosts_wanted", "Hosts that take part when all is well.", now.hosts_wanted),
+            ("ranks", "Ranks of the present attempt.", now.world_size),
+            ("attempt", "Number of the present attempt.", now.attempt),
+            ("incident_open", "1 while an incident is being dealt with.", now.incident is not None),
+            ("step", "Newest step that any rank has done.", now.step),
+            ("steps_per_second", "Over the last minute, of the present attempt.", now.steps_per_s),
+            ("last_step_age_seconds", "Of the present attempt, while it runs.", now.step_age_s),
+            ("last_movement_age_seconds", "The same of whatever moves, a step or else.", now.quiet_s),
+            ("step_limit_seconds", "Without movement for so long, the job is looked into.", now.limit_s),
+            ("exit_status", "With which the job has ended.", -1 if now.status is None else now.status),
+        )
+        for name, text, value in gauges:
+            if value >= 0:
+                yield GaugeMetricFamily(f"phalanx_run_{name}", text, value=float(value))
+        share = "In which attempts have made steps; divided by job seconds, the share of effective training time."
+        counters = (
+            ("recoveries", "Recoveries of the job.", now.recoveries),
+            ("incidents", "Incidents of the job.", now.incidents),
+            ("heartbeats", "Heartbeats that this driver has heard.", reading.heartbeats),
+            ("job_seconds", "Since the job began.", reading.job_s),
+            ("training_seconds", share, reading.training_s),
+        )
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"phalanx_run_{name}", text, value=float(value))
+        if reading.oldest_s is not None:
+            text = "Of all hosts that are expected to report, since the one that was silent longest was heard."
+            yield GaugeMetricFamily("phalanx_run_heartbeat_age_max_seconds", text, value=float(reading.oldest_s))
 
 
 class OrderError(Exception):
-    """An order cannot be taken.
-
-    Attributes:
-        status: of HTTP, 404, 409 or 503.
-    """
+    """An order cannot be taken; `status` is HTTP's, 404, 409 or 503."""
 
     def __init__(self, status: int, problem: str, cure: str) -> None:
         self.status, self.problem, self.cure = status, problem, cure
         super().__init__(f"{problem}; {cure}")
 
 
-_OVER = "start the job again with `phalanx run`"
-
-
 def known(driver: Driver, addresses: Mapping[str, str]) -> Known:
     """What this driver knows now."""
-    return Known(driver.state, addresses, driver.attempt, driver.hosts.hosts)
+    return Known(driver.state, addresses, driver.attempt, driver.hosts.hosts, driver.other_versions())
 
 
 @dataclass(frozen=True)
-class Job:
-    """One job, for the event loop of its driver.
-
-    Attributes:
-        folder: of the run.
-        logs: where ranks of this host, or of all that share a file system with it, write.
-    """
+class JobControl:
+    """One job, for the event loop of its driver; ranks that share a file system with it write to `logs`."""
 
     driver: Driver
     book: Book
@@ -171,6 +143,7 @@ class Job:
     folder: Path
     logs: Path
     clocks: Callable[[], Now] = read_clocks
+    training: Callable[[], TrainingFigures | None] = lambda: None
 
     @property
     def state(self) -> State:
@@ -213,13 +186,13 @@ class Job:
     # Orders
 
     def stop(self, who: str, grace_s: float | None) -> str:
-        """End the job; what was done, for people. Asked twice it is not done twice, unless with another grace.
+        """End the job, with `grace_s` between SIGTERM and SIGKILL, None: as the policy has it; what was done.
 
-        Args:
-            grace_s: between SIGTERM and SIGKILL; None: as the policy has it.
+        Asked twice it is not done twice, unless with another grace.
         """
-        self._alive()
-        is_asked = self._is_stopping
+        self._require_running()
+        ending = self.state.ending
+        is_asked = ending is not None and ending.by_person
         if is_asked and grace_s is None:
             return "the job is being stopped already"
         self._ask(lambda at_s: events.StopAsked(at_s, who, grace_s))
@@ -257,26 +230,20 @@ class Job:
         self._ask(lambda at_s: events.ReturnAsked(at_s, name, who))
         return f"{name} may join again" if host.state == "evicted" else f"{name} stays"
 
-    # Parts
-
     @property
     def _known(self) -> Known:
         return known(self.driver, self.book.addresses)
 
-    @property
-    def _is_stopping(self) -> bool:
-        ending = self.state.ending
-        return ending is not None and ending.by_person
-
-    def _alive(self) -> None:
+    def _require_running(self) -> None:
         ending = self.state.ending
         if self.driver.finished is not None or self.state.phase == "ended":
-            raise OrderError(409, f"the job is over: {ending.reason if ending else 'it has ended'}", _OVER)
+            problem = f"the job is over: {ending.reason if ending else 'it has ended'}"
+            raise OrderError(409, problem, "start the job again with `phalanx run`")
         if self.driver.problem is not None:
             raise OrderError(503, f"the driver has to end: {self.driver.problem}", "try again in a moment")
 
     def _host(self, name: str) -> Host:
-        self._alive()
+        self._require_running()
         if name not in self.state.hosts:
             raise unknown_host(name)
         return self.state.hosts[name]
@@ -297,18 +264,14 @@ def this_person() -> str:
     """Who gives orders from here, for journals and reports."""
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # nobody of this number is known here
+    except (KeyError, OSError):  # no user of this number is known here
         name = "somebody"
     return f"{name}@{socket.gethostname()}"
 
 
-MOST_RANKS = 64
-"""Logs of so many ranks together are read from files; of more, what executors have told is shown."""
-
+MOST_RANKS = 64  # logs of so many ranks together are read from files; of more, what executors reported is shown
 QUIET_S = 10.0
-_AT_ONCE = 1000
-"""Lines that are handed over together: what a slow client does not take must not pile up."""
-
+_AT_ONCE = 1000  # lines that are handed over together: what a slow client does not take must not pile up
 _POLL_S = 0.25
 
 
@@ -318,7 +281,7 @@ async def follow_items(hub: Hub, number: int, seconds: float) -> AsyncIterator[b
     while True:
         if new := hub.since(number)[:_AT_ONCE]:
             number = new[-1].number
-            yield _lines(new)
+            yield _ndjson(new)
             continue
         left_s = until_s - time.monotonic()
         if left_s <= 0 or (hub.is_over and hub.last <= number):
@@ -327,19 +290,19 @@ async def follow_items(hub: Hub, number: int, seconds: float) -> AsyncIterator[b
             yield b"\n"
 
 
-async def newest_lines(job: Job, rank: int | None, last: int) -> list[LogLine]:
+async def newest_lines(job: JobControl, rank: int | None, last: int) -> list[LogLine]:
     """The newest lines of a rank, or of all together."""
     if await asyncio.to_thread(_is_in_files, job, rank):
         return [line_body(line) for line in await asyncio.to_thread(last_lines, job.logs, rank, last)]
-    return _told(job, rank)[-last:] if last else []
+    return _reported(job.hub.since(0), rank, 0)[-last:] if last else []
 
 
-async def follow_lines(job: Job, rank: int | None, last: int, seconds: float) -> AsyncIterator[bytes]:
+async def follow_lines(job: JobControl, rank: int | None, last: int, seconds: float) -> AsyncIterator[bytes]:
     """Lines of a rank, or of all together, as they are written, after the `last` that are there."""
     until_s = time.monotonic() + seconds
     is_over: Callable[[], bool] = lambda: job.hub.is_over or time.monotonic() >= until_s  # noqa: E731
     if not await asyncio.to_thread(_is_in_files, job, rank):
-        async for block in _follow_told(job, rank, last, is_over):
+        async for block in _follow_reported(job, rank, last, is_over):
             yield block
         return
     follower = await asyncio.to_thread(lambda: Follower(job.logs, rank, last=last))
@@ -349,7 +312,7 @@ async def follow_lines(job: Job, rank: int | None, last: int, seconds: float) ->
             was_over = is_over()
             if lines := await asyncio.to_thread(follower.poll):
                 for start in range(0, len(lines), _AT_ONCE):
-                    yield _lines(map(line_body, lines[start : start + _AT_ONCE]))
+                    yield _ndjson(map(line_body, lines[start : start + _AT_ONCE]))
                 quiet_s = time.monotonic()
             elif was_over:
                 return
@@ -362,45 +325,40 @@ async def follow_lines(job: Job, rank: int | None, last: int, seconds: float) ->
         follower.close()
 
 
-async def _follow_told(job: Job, rank: int | None, last: int, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:
+async def _follow_reported(
+    job: JobControl, rank: int | None, last: int, is_over: Callable[[], bool]
+) -> AsyncIterator[bytes]:
     number = job.hub.last
-    if last and (lines := _told(job, rank)[-last:]):
-        yield _lines(lines)
+    if last and (lines := _reported(job.hub.since(0), rank, 0)[-last:]):
+        yield _ndjson(lines)
     while not is_over():
         new = job.hub.since(number)
-        if lines := _of_rank(new, rank, job.state.attempt):
-            yield _lines(lines)
+        if lines := _reported(new, rank, job.state.attempt):
+            yield _ndjson(lines)
         number = new[-1].number if new else number
         if not await job.hub.changed(number, QUIET_S if not new else _POLL_S) and not new:
             yield b"\n"
 
 
-def _told(job: Job, rank: int | None) -> list[LogLine]:
-    return _of_rank(job.hub.since(0), rank, 0)
-
-
-def _of_rank(items: Iterable[object], rank: int | None, attempt: int) -> list[LogLine]:
+def _reported(items: Iterable[object], rank: int | None, attempt: int) -> list[LogLine]:
+    """Lines of a rank that executors have reported."""
     wrote = (item for item in items if isinstance(item, Wrote) and rank in (None, item.rank))
     return [LogLine(item.rank, attempt, item.unix_s, item.text) for item in wrote]
 
 
-def _is_in_files(job: Job, rank: int | None) -> bool:
+def _is_in_files(job: JobControl, rank: int | None) -> bool:
     """Whether the driver can read what is asked for, in a time that does not grow with the job."""
     if rank is not None:
         return bool(rank_folders(job.logs, rank))
     return 0 < len(rank_folders(job.logs)) <= MOST_RANKS
 
 
-def _lines(values: Iterable[object]) -> bytes:
+def _ndjson(values: Iterable[object]) -> bytes:
     return msgspec.json.Encoder().encode_lines(list(values))
 
 
-def check_rank(job: Job, rank: int | None) -> None:
-    """See that the job has, or had, this rank.
-
-    Raises:
-        UserError: it has not.
-    """
+def check_rank(job: JobControl, rank: int | None) -> None:
+    """Raise UserError where the job neither has nor had this rank."""
     size = job.state.world_size
     if rank is not None and size and rank >= size and not rank_folders(job.logs, rank):
         raise UserError(f"there is no rank {rank}", cure=f"give 0 to {size - 1}")

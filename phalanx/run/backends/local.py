@@ -1,20 +1,16 @@
 """The local back end: emulated hosts as processes of this machine, each in a network namespace where that is asked for.
 
-A network of its own for each host that is emulated on this machine: namespaces on a bridge. Linux only, as root.
+Executors have sessions of their own, and outlive the driver. What has been started is written down in a folder of the
+job, one file per host, so that a driver that is started again finds its executors. A file is written before the
+executor can connect, and removed when it is gone.
 
-Nothing of the machine's own network is touched: bridge, namespaces and the interfaces between them are new, their names
-come from the folder of the job, and they go with it. In each namespace the interface is called ``eth0``.
-
-Hosts that are processes of this machine: executors in sessions of their own, which outlive the driver.
-
-What has been started is written down in a folder of the job, one file per host, so that a driver that is started again
-finds its executors. A file is written before the executor can connect, and removed when it is gone.
+Namespaces are on a bridge; Linux only, as root. Nothing of the machine's own network is touched: bridge, namespaces and
+the interfaces between them are new, their names come from the folder of the job, and they go with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import ipaddress
 import json
@@ -31,31 +27,25 @@ from typing import Any, Literal
 from pydantic import Field
 
 from phalanx.core.addresses import host_of
-from phalanx.core.asyncio_tasks import told
+from phalanx.core.asyncio_tasks import report_failure
 from phalanx.core.config import Config
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.ipc.processes import Identity, Watched, identity_of
 from phalanx.launch.rank_failures import signal_name
-from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered, options_of
+from phalanx.run import messages
+from phalanx.run.backends.backend import BackendSetup, ExecutorCommand, Listener, last_line, options_of
 from phalanx.run.config import RunConfig
 from phalanx.run.wire import driver_address
 from phalanx.run.wire.driver_address import Address
 
-INTERFACE = "eth0"
-"""What a host's interface is called inside of its namespace."""
-
+INTERFACE = "eth0"  # what a host's interface is called inside of its namespace
 _FIRST_HOST = 10  # of the subnet; the bridge, where the driver listens, is the first
 
 
 @dataclass(frozen=True)
 class Network:
-    """The namespaces of one job.
-
-    Args:
-        folder: of the job, from which names are made.
-        subnet: addresses that nothing else on this machine uses, such as ``100.64.7.0/24``.
-    """
+    """The namespaces of one job, named after its folder; nothing else here uses the addresses of `subnet`."""
 
     folder: Path
     subnet: str
@@ -78,24 +68,23 @@ class Network:
         return ["nsenter", f"--net=/run/netns/{self.name_of(number)}", *command]
 
     def begin(self) -> None:
-        """Make the bridge; it may be there already.
-
-        Raises:
-            UserError: this user, or this machine, cannot.
-        """
-        self._check()
-        if not _exists(self._bridge):
+        """Make the bridge; it may be there already. Raises UserError: this user, or this machine, cannot."""
+        cure = "run as root, with iproute2 and util-linux installed, or leave run.backend_options.network out"
+        field = "run.backend_options.network"
+        if os.geteuid() != 0:
+            raise UserError("network namespaces are for root", cure=cure, field=field, value="namespaces")
+        missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
+        if missing:
+            problem = f"{' and '.join(missing)} is not installed"
+            raise UserError(problem, cure=cure, field=field, value="namespaces")
+        if not Path("/sys/class/net", self._bridge).exists():
             _run("ip", "link", "add", self._bridge, "type", "bridge")
             bits = ipaddress.ip_network(self.subnet).prefixlen
             _run("ip", "address", "add", f"{self.address}/{bits}", "dev", self._bridge)
             _run("ip", "link", "set", self._bridge, "up")
 
     def join(self, number: int) -> None:
-        """Make a namespace for a host, anew where an old one is there.
-
-        Raises:
-            UserError: it cannot be made.
-        """
+        """Make a namespace for a host, anew where an old one is there. Raises UserError: it cannot be made."""
         self.leave(number)
         name, outside = self.name_of(number), f"{self._prefix}v{number}"
         _run("ip", "netns", "add", name)
@@ -128,32 +117,17 @@ class Network:
 
     @property
     def _addresses(self) -> ipaddress.IPv4Network:
+        problem = ""
         try:
             found = ipaddress.IPv4Network(self.subnet)
         except ValueError as error:
-            raise _bad(f"is no network ({error})", self.subnet) from None
-        if found.prefixlen > 24:
-            raise _bad("has too few addresses", self.subnet)
-        return found
-
-    def _check(self) -> None:
-        cure = "run as root, with iproute2 and util-linux installed, or leave run.backend_options.network out"
-        field = "run.backend_options.network"
-        if os.geteuid() != 0:
-            raise UserError("network namespaces are for root", cure=cure, field=field, value="namespaces")
-        missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
-        if missing:
-            problem = f"{' and '.join(missing)} is not installed"
-            raise UserError(problem, cure=cure, field=field, value="namespaces")
-
-
-def _bad(problem: str, value: str) -> UserError:
-    cure = "give one such as 100.64.7.0/24, that nothing on this machine uses"
-    return UserError(problem, cure=cure, field="run.backend_options.subnet", value=value)
-
-
-def _exists(interface: str) -> bool:
-    return Path("/sys/class/net", interface).exists()
+            problem = f"is no network ({error})"
+        else:
+            if found.prefixlen <= 24:
+                return found
+        cure = "give one such as 100.64.7.0/24, that nothing on this machine uses"
+        field = "run.backend_options.subnet"
+        raise UserError(problem or "has too few addresses", cure=cure, field=field, value=self.subnet)
 
 
 def _run(*command: str) -> None:
@@ -170,8 +144,7 @@ def _try(*command: str) -> None:
 
 _log = logging.getLogger(__name__)
 
-GRACE_S = 10.0
-"""What an executor has after SIGTERM to end its workers and itself."""
+GRACE_S = 10.0  # what an executor has after SIGTERM to end its workers and itself
 
 
 class Options(Config):
@@ -194,33 +167,32 @@ class Options(Config):
     )
 
 
-def make(ordered: Ordered) -> LocalBackend:
-    """For `phalanx.run.backends.base`.
-
-    Raises:
-        UserError: an option is wrong.
-    """
-    config, options = ordered.config, options_of(Options, ordered.config)
-    network = _network(ordered, options) if options.network == "namespaces" else None
+def make(setup: BackendSetup) -> LocalBackend:
+    """For `phalanx.run.backends.backend`. Raises UserError: an option is wrong."""
+    config, options = setup.config, options_of(Options, setup.config)
+    network = None
+    if options.network == "namespaces":
+        network = _network_of(config, options, setup.folder)
+        network.begin()  # here, since the driver listens there before the back end begins
 
     def command(host: str) -> list[str]:
         changes = {"driver": str(Path(options.driver_files).absolute() / host)} if options.driver_files else {}
         if network is None:
-            return with_settings(ordered.command(host), changes)
+            return _with_settings(setup.command(host), changes)
         number = number_of(host)
         changes["address"] = network.address_of(number)
-        return network.command(number, with_settings(ordered.command(host), changes))
+        return network.command(number, _with_settings(setup.command(host), changes))
 
     most = config.hosts + config.spares + 1
     # Gloo would take the address that the machine's name stands for.
     # Hosts that are processes of one machine meet where nothing comes and goes; those of their own network on its link.
     meet = {"PHALANX_INTERFACE": "lo"} if network is None else {"GLOO_SOCKET_IFNAME": INTERFACE}
-    environment = {**meet, **ordered.environment}
-    return LocalBackend(ordered.folder / "executors", command, most, environment, options=options, network=network)
+    environment = {**meet, **setup.environment}
+    return LocalBackend(setup.folder / "executors", command, most, environment, options=options, network=network)
 
 
 def check(config: RunConfig) -> None:
-    """For `phalanx.run.backends.base`.
+    """For `phalanx.run.backends.backend`.
 
     Raises:
         UserError: an option is wrong; or, of hosts on this machine's own network, an address cannot be listened at.
@@ -242,30 +214,19 @@ def _network_of(config: RunConfig, options: Options, folder: Path) -> Network:
     return network
 
 
-def _network(ordered: Ordered, options: Options) -> Network:
-    """Made here, since the driver listens there before the back end begins."""
-    network = _network_of(ordered.config, options, ordered.folder)
-    network.begin()
-    return network
-
-
-def with_settings(command: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+def _with_settings(command: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     """The command of an executor, whose last argument is its settings as JSON, with some of them changed."""
-    *words, settings = command
-    return [*words, json.dumps({**json.loads(settings), **changes})] if changes else list(command)
+    *rest, settings = command
+    return [*rest, json.dumps({**json.loads(settings), **changes})] if changes else list(command)
 
 
 @dataclass
 class LocalBackend:
-    """Implements `phalanx.run.backends.base.Backend`.
+    """Implements `phalanx.run.backends.backend.Backend`.
 
     Args:
-        folder: where it keeps who was started, and what executors write to stderr.
-        command: of an executor.
+        folder: where it keeps what was started, and what executors write to stderr.
         most: hosts that may be there at one time.
-        environment: of executors.
-        grace_s: between SIGTERM and SIGKILL of an executor.
-        options: what is given for this back end.
         network: of the hosts; None: the machine's own.
     """
 
@@ -283,6 +244,7 @@ class LocalBackend:
         self._hosts: dict[str, Watched] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._coming: set[str] = set()
+        self._other_versions: dict[str, int] = {}
         self._listener: Listener | None = None
         self._last = 0
 
@@ -292,11 +254,7 @@ class LocalBackend:
         return list(self._hosts)
 
     async def begin(self, listener: Listener) -> None:
-        """Take over the executors that an earlier driver has started.
-
-        Raises:
-            UserError: the folder cannot be used.
-        """
+        """Take over the executors that an earlier driver has started. Raises UserError: the folder cannot be used."""
         self._listener = listener
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -305,7 +263,18 @@ class LocalBackend:
             raise UserError(f"cannot be used ({error.strerror})", cure=cure, value=str(self.folder)) from error
         self._last = max((number_of(path.stem) for path in self.folder.glob("host-*")), default=0)
         for path in sorted(self.folder.glob("host-*.json"), key=lambda path: number_of(path.stem)):
-            self._take_over(path.stem)
+            name = path.stem
+            known = _read(path)
+            if known is not None and identity_of(known.pid) == known:
+                self._watch(name, known)
+                if (version := _version(path)) != messages.VERSION:
+                    # The driver would refuse it, and wait for it in vain.
+                    self._other_versions[name] = version
+                    self._coming.discard(name)
+                    self._end(name)
+            else:
+                self._forget(name)
+                self._report_gone(name, "its executor had ended before the driver was started again")
 
     async def ask(self, count: int) -> None:
         """Start so many executors, less those that are on their way, as far as there is room for them."""
@@ -338,7 +307,7 @@ class LocalBackend:
         """End all executors, and wait until they are gone."""
         for host in list(self._hosts):
             self._end(host)
-        await asyncio.gather(*self._ending.values(), return_exceptions=True)  # each has told
+        await asyncio.gather(*self._ending.values(), return_exceptions=True)  # each has reported
         if self.network is not None:
             self.network.end()
 
@@ -359,18 +328,9 @@ class LocalBackend:
         identity = identity_of(process.pid)
         process.returncode = 0  # it is watched by its descriptor; subprocess is not to wait for it
         if identity is None:
-            self._tell_gone(name, f"its executor did not start: {self._last_words(name)}")
+            self._report_gone(name, f"its executor did not start: {self._last_line(name)}")
             return
-        write_json(self._path(name), asdict(identity))
-        self._watch(name, identity)
-
-    def _take_over(self, name: str) -> None:
-        known = _read(self._path(name))
-        identity = None if known is None else identity_of(known.pid)
-        if identity is None or identity != known:
-            self._forget(name)
-            self._tell_gone(name, "its executor had ended before the driver was started again")
-            return
+        write_json(self.folder / f"{name}.json", {**asdict(identity), "version": messages.VERSION})
         self._watch(name, identity)
 
     def _watch(self, name: str, identity: Identity) -> None:
@@ -379,13 +339,13 @@ class LocalBackend:
             self._coming.add(name)
         except ProcessLookupError:
             self._forget(name)
-            self._tell_gone(name, f"its executor has ended: {self._last_words(name)}")
+            self._report_gone(name, f"its executor has ended: {self._last_line(name)}")
 
     def _end(self, name: str) -> None:
         watched = self._hosts.get(name)
         if watched is not None and name not in self._ending:
             ending = asyncio.get_running_loop().create_task(self._terminate(name, watched))
-            self._ending[name] = told(ending, f"ending the executor of {name}")
+            self._ending[name] = report_failure(ending, f"ending the executor of {name}")
 
     async def _terminate(self, name: str, watched: Watched) -> None:
         watched.send(signal.SIGTERM)
@@ -398,40 +358,45 @@ class LocalBackend:
         watched = self._hosts.pop(name, None)
         self._coming.discard(name)
         self._forget(name)
-        if self._ending.pop(name, None) is not None:
-            self._tell_gone(name, "it was ended")
+        ending, version = self._ending.pop(name, None), self._other_versions.pop(name, None)
+        if ending is not None and version is not None:
+            speaks = f"version {version} of the wire" if version else "another version of the wire"
+            self._report_gone(name, f"its executor spoke {speaks}, the driver {messages.VERSION}: it was ended")
+        elif ending is not None:
+            self._report_gone(name, "it was ended")
         elif watched is not None and watched.code is not None and watched.code < 0:
-            self._tell_gone(name, f"its executor was killed by {signal_name(-watched.code)}")
+            self._report_gone(name, f"its executor was killed by {signal_name(-watched.code)}")
         else:
-            self._tell_gone(name, f"its executor has ended: {self._last_words(name)}")
+            self._report_gone(name, f"its executor has ended: {self._last_line(name)}")
 
-    def _tell_gone(self, name: str, why: str) -> None:
+    def _report_gone(self, name: str, why: str) -> None:
         if self._listener is not None:
             self._listener.gone(name, why)
 
     def _forget(self, name: str) -> None:
-        """Clean up after it; what cannot be cleaned up must not keep the driver from hearing that it is gone."""
         try:
-            self._path(name).unlink(missing_ok=True)
+            (self.folder / f"{name}.json").unlink(missing_ok=True)
             if self.network is not None:
                 self.network.leave(number_of(name))
-        except Exception:
+        except Exception:  # the driver has to hear all the same that it is gone
             _log.exception("what was left of %s could not be removed", name)
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
-
-    def _last_words(self, name: str) -> str:
-        with contextlib.suppress(OSError):
-            lines = (self.folder / f"{name}.err").read_text(errors="replace").split("\n")
-            return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-        return "it said nothing"
+    def _last_line(self, name: str) -> str:
+        return last_line(self.folder / f"{name}.err")
 
 
 def number_of(host: str) -> int:
     """The number in the name of a host; 0: there is none."""
     digits = host.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else 0
+
+
+def _version(path: Path) -> int:
+    """Of the wire that an executor speaks; 0: it is of one that did not write it down."""
+    try:
+        return int(json.loads(path.read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _read(path: Path) -> Identity | None:

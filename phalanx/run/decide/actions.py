@@ -6,14 +6,25 @@ from typing import Literal
 
 import msgspec
 
-from phalanx.run.decide.policy import CheckKind
+from phalanx.detect.detection import Detection
+from phalanx.run.decide.events import CheckKind
+
+# Exit statuses of a job.
+# Schedulers and scripts tell by these whether to start the job again, so they never change.
+DONE = 0
+USER_CODE = 1
+BAD_INPUT = 2
+NO_HOSTS = 3
+NO_PROGRESS = 4
+STOPPED = 5
+TIME_SHORT = 6
 
 IncidentResult = Literal["recovered", "gave up", "stopped", "false alarm"]
 """How an incident has ended: training goes on; the job had to end; a person or the clock ended it; it was none."""
 
 
 class ActionBase(msgspec.Struct, frozen=True, tag_field="action", forbid_unknown_fields=True):
-    """Any of them."""
+    """Common to all actions."""
 
 
 class OpenStore(ActionBase, frozen=True, tag="open-store"):
@@ -24,23 +35,16 @@ class OpenStore(ActionBase, frozen=True, tag="open-store"):
 
 
 class Start(ActionBase, frozen=True, tag="start"):
-    """Start ranks on these hosts; a host that has started them answers so again.
-
-    Attributes:
-        hosts: to whom it is said now.
-        placement: all hosts of the attempt; the ranks of the i-th are `ranks_of(i, workers_per_host)`.
-        store_port: of the store at the first of `placement`.
-        restarts: attempts before this one.
-        version: of the code; empty: the present one.
-    """
+    """Start ranks on these hosts; a host that has started them answers so again."""
 
     attempt: int
-    hosts: tuple[str, ...]
-    placement: tuple[str, ...]
+    hosts: tuple[str, ...]  # that start their ranks now
+    # All of them, though only some may start now: a rank needs its number and the size of the world.
+    placement: tuple[str, ...]  # all hosts of the attempt; the ranks of the i-th are `ranks_of(i, workers_per_host)`
     workers_per_host: int
-    store_port: int
+    store_port: int  # of the store at the first of `placement`
     restarts: int
-    version: str = ""
+    version: str = ""  # of the code; empty: the present one
 
 
 class Gather(ActionBase, frozen=True, tag="gather"):
@@ -51,23 +55,15 @@ class Gather(ActionBase, frozen=True, tag="gather"):
 
 
 class Stop(ActionBase, frozen=True, tag="stop"):
-    """Have these hosts end what they have of this attempt and of lower ones, and say so.
-
-    Attributes:
-        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once. Said again, the earlier end counts.
-    """
+    """Have these hosts end what they have of this attempt and of lower ones, and report it."""
 
     attempt: int
     hosts: tuple[str, ...]
-    grace_s: float = 0.0
+    grace_s: float = 0.0  # between SIGTERM and SIGKILL; 0: SIGKILL at once. Of two such actions the earlier end counts.
 
 
 class Check(ActionBase, frozen=True, tag="check"):
-    """Test a host; one that has been asked this number before answers again.
-
-    Attributes:
-        peers: hosts to test the network with; where one host alone is suspected, they are believed good.
-    """
+    """Test a host, and its network with `peers`; one that has been asked this number before answers again."""
 
     host: str
     number: int
@@ -92,11 +88,12 @@ class Release(ActionBase, frozen=True, tag="release"):
 class AskForHosts(ActionBase, frozen=True, tag="ask-for-hosts"):
     """So many hosts should still come, all together; 0: none any more."""
 
+    # Not how many more: performed twice, the action still asks for the same number.
     count: int
 
 
 class Alert(ActionBase, frozen=True, tag="alert"):
-    """Tell people."""
+    """Alert people."""
 
     level: Literal["info", "warning", "error"]
     text: str
@@ -104,12 +101,7 @@ class Alert(ActionBase, frozen=True, tag="alert"):
 
 
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where something was seen.
-
-    Attributes:
-        host, rank: empty and -1: not at one place.
-        step: that the rank was at; -1: not known.
-    """
+    """Where something was seen: empty and -1: not at one place; the rank's step: -1: not known."""
 
     host: str = ""
     rank: int = -1
@@ -117,32 +109,18 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenIncident(ActionBase, frozen=True, tag="open-incident"):
-    """A report begins.
+    """A report begins."""
 
-    Attributes:
-        number: from 1.
-        attempt: which was hit.
-        seen_by: who saw it, such as ``executor of node7``.
-        text: what was seen, with the place where it was.
-        is_own: it does not only follow from something else.
-    """
-
-    number: int
+    number: int  # from 1
     attempt: int
-    seen_by: str
+    seen_by: str  # such as ``executor of node7``
     text: str
     where: Where = Where()
-    is_own: bool = False
+    is_own: bool = False  # it does not only follow from something else
 
 
 class AddToIncident(ActionBase, frozen=True, tag="add-to-incident"):
-    """More of it: what else was seen (`by` an executor, the back end, a person), or what the driver decided.
-
-    Attributes:
-        is_decision: it was decided, not seen.
-        why: it was decided; empty: there is nothing to say.
-        is_own: it is what is wrong with the attempt, and does not only follow from something else.
-    """
+    """What else was seen (`by` an executor, the back end, a person), or what the driver decided, and why."""
 
     number: int
     by: str
@@ -150,41 +128,40 @@ class AddToIncident(ActionBase, frozen=True, tag="add-to-incident"):
     where: Where = Where()
     is_decision: bool = False
     why: str = ""
-    is_own: bool = False
+    is_own: bool = False  # it is what is wrong with the attempt, and does not only follow from something else
 
 
 class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
-    """The job runs again, or has ended.
-
-    Attributes:
-        seconds: by phase; ``detecting`` was before the report began; ``first step`` is since the last rank was started.
-        lost_steps: that have to be made again; -1: not known.
-        from_step, to_step: training was at the one and goes on from the other; -1: not known.
-        status: with which the job has ended; -1: it goes on.
-        ranks: of the attempt that was hit.
-        hosts: that have left the job meanwhile, and why.
-        to_do: what people should do.
-    """
+    """The job runs again, or has ended."""
 
     number: int
     text: str
+    # By phase; ``detecting`` was before the report began; ``first step`` is since the last rank was started.
     seconds: dict[str, float]
-    lost_steps: int = -1
+    lost_steps: int = -1  # that have to be made again; -1: not known
     result: IncidentResult = "recovered"
-    from_step: int = -1
+    from_step: int = -1  # training was at this one and goes on from `to_step`; -1: not known
     to_step: int = -1
-    status: int = -1
-    ranks: int = 0
-    hosts: dict[str, str] = {}
+    status: int = -1  # with which the job has ended; -1: it goes on
+    ranks: int = 0  # how many the attempt had that was hit
+    # msgspec copies such a default for each value.
+    hosts: dict[str, str] = {}  # that have left the job meanwhile, and why
     to_do: tuple[str, ...] = ()
 
 
-class Finish(ActionBase, frozen=True, tag="finish"):
-    """The job is over: let every host end, and leave with this status.
+class KeepDetection(ActionBase, frozen=True, tag="keep-detection"):
+    """Keep what a judge has found, for whoever asks what was found in this job."""
 
-    Attributes:
-        requeue: whether it makes sense to begin it again as it is.
-    """
+    number: int  # of the job's, from 1
+    unix_s: float
+    attempt: int
+    judge: str
+    found: Detection
+    incident: int = 0  # that it belongs to; 0: none
+
+
+class Finish(ActionBase, frozen=True, tag="finish"):
+    """The job is over: let every host end, and leave with this status; `requeue`: it may begin again as it is."""
 
     status: int
     reason: str
@@ -204,6 +181,7 @@ Action = (
     | OpenIncident
     | AddToIncident
     | CloseIncident
+    | KeepDetection
     | Finish
 )
 
@@ -211,3 +189,16 @@ Action = (
 def ranks_of(place: int, workers_per_host: int) -> range:
     """Ranks of the host at this place of a placement."""
     return range(place * workers_per_host, (place + 1) * workers_per_host)
+
+
+# Texts that the report of an incident knows again.
+
+# What writes the text and what looks for it in a report use the same constant.
+LEFT = "left with exit status 0 while others had not ended"
+HELD_UP = "held up by"
+"""Begins the text about ranks that are named and not blamed."""
+
+
+def read_log(rank: int, last_line: str = "") -> str:
+    """What a person should do about a rank that its own script has ended."""
+    return f"read the log of rank {rank}{f' ({last_line[:160]})' if last_line else ''}: phalanx run logs {rank}"

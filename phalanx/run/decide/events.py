@@ -1,4 +1,4 @@
-"""What happens to a job: what the driver's shell makes of messages, of the back end's word and of people's orders.
+"""What happens to a job: made by the driver from messages, from reports of the back end and from people's orders.
 
 They serialise to JSON, so that a journal holds them. `at_s` is of the driver's clock, which must go on across its
 restarts (seconds since 1970 do); where it goes back it counts as standing still. What is about an attempt that is not
@@ -11,22 +11,25 @@ from typing import Literal
 
 import msgspec
 
+from phalanx.detect.detection import Detection
+
 Fault = Literal["user", "process", "host", "network", "storage"]
-"""Class of a fault, as the rules for logs have it."""
+"""Class of a fault, as in the rules for logs."""
+
+OF_THE_HOST: tuple[Fault, ...] = ("host", "network", "storage")
+"""Faults that are not the program's."""
 
 FailureKind = Literal["user", "syntax", "raised", "interrupted", "signal", "status", "usage"]
+"""As `phalanx.launch.rank_failures.Kind`, and ``usage``: a program refuses its input (exit status `USAGE`)."""
 
 USAGE = 2
-"""Exit status of a program that refuses what it was given; a failure of kind ``usage``."""
-"""As `phalanx.launch.rank_failures.Kind`."""
+
+CheckKind = Literal["passive", "quick", "full"]
+"""Passive: reads counters and logs, under 0.1 s. Quick: measures, under 5 s. Full: minutes."""
 
 
 class EventBase(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fields=True):
-    """Any of them.
-
-    Attributes:
-        at_s: when.
-    """
+    """Common to all events."""
 
     at_s: float
 
@@ -47,18 +50,12 @@ class Tick(EventBase, frozen=True, tag="tick"):
 
 
 class HostJoined(EventBase, frozen=True, tag="host-joined"):
-    """An executor has connected, for the first time or again; or is heard of again after it was unknown.
-
-    Attributes:
-        rack: what the host may fail together with; empty: not known.
-        attempt: the highest that its executor has seen.
-        running: ranks of that attempt that still run there.
-    """
+    """An executor has connected, for the first time or again; or is heard of again after it was unknown."""
 
     host: str
-    rack: str = ""
-    attempt: int = 0
-    running: tuple[int, ...] = ()
+    rack: str = ""  # what the host may fail together with; empty: not known
+    attempt: int = 0  # the highest that its executor has seen
+    running: tuple[int, ...] = ()  # ranks of that attempt that still run there
 
 
 class HostUnknown(EventBase, frozen=True, tag="host-unknown"):
@@ -75,42 +72,30 @@ class HostGone(EventBase, frozen=True, tag="host-gone"):
 
 
 class CheckPassed(EventBase, frozen=True, tag="check-passed"):
-    """A host has passed the check of this number.
-
-    Attributes:
-        bad_peers: other hosts, by name -> what is bad between them and this one; either may be at fault.
-        peer_rates: other hosts that were measured -> bytes per second, of the slower direction; 0: it answers, and how
-            fast tells nothing.
-    """
+    """A host has passed the check of this number."""
 
     host: str
     number: int
+    # Other hosts, by name -> what is bad between them and this one; either may be at fault.
     bad_peers: dict[str, str] = {}
+    # Other hosts that were measured -> bytes per second, of the slower direction; 0: it answers, and the rate means
+    # nothing.
     peer_rates: dict[str, float] = {}
 
 
 class CheckFailed(EventBase, frozen=True, tag="check-failed"):
-    """A host has not passed the check of this number.
-
-    Attributes:
-        bad_peers, peer_rates: as in `CheckPassed`.
-        is_between: nothing is bad but what `bad_peers` says: all tests of this host alone are passed.
-    """
+    """A host has not passed the check of this number."""
 
     host: str
     number: int
     why: str = ""
-    bad_peers: dict[str, str] = {}
+    bad_peers: dict[str, str] = {}  # as in `CheckPassed`
     peer_rates: dict[str, float] = {}
-    is_between: bool = False
+    is_between: bool = False  # only what is in `bad_peers` is bad: all tests of this host alone are passed
 
 
 class Unprepared(EventBase, frozen=True, tag="unprepared"):
-    """A host cannot get ready to run the script.
-
-    Attributes:
-        is_common: most hosts say the same and none has got ready, so it is the script; else others have.
-    """
+    """A host cannot get ready to run the script; `is_common`: most cannot and none is ready, so it is the script."""
 
     host: str
     problem: str = ""
@@ -118,35 +103,33 @@ class Unprepared(EventBase, frozen=True, tag="unprepared"):
 
 
 class Noticed(EventBase, frozen=True, tag="noticed"):
-    """A log rule has matched a line of a rank or of a kernel log; said now and then of what repeats.
-
-    Attributes:
-        rule: its name.
-        text: the line.
-        rank: -1: it is of the kernel log.
-        fault: class of fault that it stands for; None: not known.
-        is_fatal: training cannot go on with it.
-    """
+    """A log rule has matched a line of a rank or (rank -1) of the kernel log; now and then for what repeats."""
 
     host: str
     rule: str = ""
     text: str = ""
     rank: int = -1
-    fault: Fault | None = None
-    is_fatal: bool = False
+    fault: Fault | None = None  # class of fault that the rule stands for; None: not known
+    is_fatal: bool = False  # training cannot go on with it
 
 
 class SlowHost(EventBase, frozen=True, tag="slow-host"):
-    """A host's own time per step is longer than that of the others.
-
-    Attributes:
-        factor: how many times the usual.
-    """
+    """A host's own time per step is `factor` times that of the others."""
 
     attempt: int
     host: str
     factor: float
     why: str = ""
+    since_step: int = -1  # of this attempt; -1: not known
+
+
+class Detected(EventBase, frozen=True, tag="detected"):
+    """A judge has found something; the driver's own judges and those of `phalanx detect` say it in one shape."""
+
+    judge: str
+    found: Detection
+    incident: int = 0  # number of the report that it belongs to, which may be over; 0: none
+    is_told: bool = False  # another event of the same moment tells people, and is what may be acted upon
 
 
 # Attempts
@@ -167,7 +150,7 @@ class StoreFailed(EventBase, frozen=True, tag="store-failed"):
 
 
 class Started(EventBase, frozen=True, tag="started"):
-    """A host has started its ranks of an attempt."""
+    """A host has started its ranks."""
 
     attempt: int
     host: str
@@ -182,23 +165,14 @@ class StartFailed(EventBase, frozen=True, tag="start-failed"):
 
 
 class Restored(EventBase, frozen=True, tag="restored"):
-    """The attempt goes on from a state that a library of checkpoints has restored in it.
-
-    Attributes:
-        step: of the training, that the state was taken after; 0: there was none.
-    """
+    """The attempt goes on from a state that was taken after this step of the training; 0: there was none."""
 
     attempt: int
     step: int
 
 
 class Running(EventBase, frozen=True, tag="running"):
-    """Every rank has made its first step in this attempt.
-
-    Attributes:
-        step: as in `Advanced`.
-        is_absolute: as in `Advanced`.
-    """
+    """Every rank has made its first step in this attempt; `step`, `is_absolute` as in `Advanced`."""
 
     attempt: int
     step: int = -1
@@ -206,46 +180,30 @@ class Running(EventBase, frozen=True, tag="running"):
 
 
 class Advanced(EventBase, frozen=True, tag="advanced"):
-    """Steps advance; said now and then.
-
-    Attributes:
-        step: how many steps are done.
-        is_absolute: counted from the beginning of the training, not of this process: with resuming scripts that
-            report it, it tells whether an attempt got further than those before.
-        age_s: since the newest of them was made; 0: lately.
-    """
+    """So many steps are done; now and then."""
 
     attempt: int
     step: int
+    # Counted from the beginning of the training, not of this process: so it shows whether an attempt of a script that
+    # resumes got further than those before.
     is_absolute: bool = False
-    age_s: float = 0.0
+    age_s: float = 0.0  # since the newest of them was made; 0: lately
 
 
 class WorkerFailed(EventBase, frozen=True, tag="worker-failed"):
-    """A rank has ended as it should not; not one that was killed by order.
-
-    Attributes:
-        fault: class, by the rules for logs and `phalanx.launch.rank_failures`.
-        summary: one line.
-        follows: it only says that a peer is gone.
-        step: in which it was, counted as in `Advanced`; -1: before the first, or not known.
-    """
+    """A rank has ended as it should not; not one that was killed by order."""
 
     attempt: int
     rank: int
     kind: FailureKind
-    fault: Fault = "process"
+    fault: Fault = "process"  # class, by the rules for logs and `phalanx.launch.rank_failures`
     summary: str = ""
-    follows: bool = False
-    step: int = -1
+    follows: bool = False  # it only reports that a peer is gone
+    step: int = -1  # in which it was, counted as in `Advanced`; -1: before the first, or not known
 
 
 class LeftEarly(EventBase, frozen=True, tag="left-early"):
-    """These ranks, half of all at most, have ended with status 0, and others have failed since, or stand still.
-
-    Attributes:
-        steps: that each of them was at; -1: not known.
-    """
+    """These ranks, half of all at most, have ended with status 0 at these steps (-1: not known), and others fail."""
 
     attempt: int
     ranks: tuple[int, ...]
@@ -259,83 +217,57 @@ class WorkersReturned(EventBase, frozen=True, tag="workers-returned"):
 
 
 class NoProgress(EventBase, frozen=True, tag="no-progress"):
-    """No step for longer than the limit; see `phalanx.run.judge.step_limits.Standing`.
-
-    Attributes:
-        age_s: for how long.
-        limit_s: of that.
-        kind: ``stopped``: ranks are stopped, dead or silent; ``hang``: nothing of the job moves, which alone blames
-            nobody; ``long``: ranks move, so that people are told, and nothing is done.
-        why: one line.
-        ranks: that are stopped, dead or silent.
-    """
+    """No step for longer than the limit; see `phalanx.run.judge.step_limits.Standing`."""
 
     attempt: int
     age_s: float
     limit_s: float
+    # ``stopped``: `ranks` are stopped, dead or silent; ``hang``: nothing of the job moves, which alone blames nobody;
+    # ``long``: ranks move, so there is an alert, and nothing is done.
     kind: Literal["moving", "stopped", "hang", "long"] = "hang"
     why: str = ""
     ranks: tuple[int, ...] = ()
 
 
 class TrafficSilent(EventBase, frozen=True, tag="traffic-silent"):
-    """The training interfaces of some hosts carry less than they did, or nothing.
-
-    Attributes:
-        is_total: nothing at all.
-        without_progress: and no step has been made all the time, for longer than such a silence may last.
-    """
+    """The training interfaces of some hosts carry less than they did, or nothing."""
 
     attempt: int
     hosts: tuple[str, ...]
     silent_s: float
-    is_total: bool = True
-    without_progress: bool = True
+    is_total: bool = True  # nothing at all
+    without_progress: bool = True  # and no step has been made all the time, for longer than such a silence may last
 
 
 class LossBroken(EventBase, frozen=True, tag="loss-broken"):
-    """The loss is not a number any more, and stays so.
-
-    Attributes:
-        ranks: whose own loss broke first; empty: all have the same.
-        is_from_start: it has been none since the first step of this attempt.
-    """
+    """The loss is not finite any more, and stays so."""
 
     attempt: int
     step: int
-    ranks: tuple[int, ...] = ()
-    is_from_start: bool = False
+    ranks: tuple[int, ...] = ()  # those with the first broken loss; empty: all have the same
+    is_from_start: bool = False  # it is so since the first step of this attempt
 
 
 class SuspectsNamed(EventBase, frozen=True, tag="suspects-named"):
-    """The evidence has been judged.
-
-    Attributes:
-        ranks: the suspects; empty: nobody stands out.
-        is_proven: more than their standing still tells against them: they are stopped, dead, silent, or have not begun
-            a collective that the others are in. Only then a host may be blamed.
-        place: where the ranks are in their code that do not wait for others, to know the place again.
-        waits: what ranks do, in a few words each, those first that hold up others.
-        group: name of the smallest group of ranks that shares the fault, such as ``pipeline 1``; empty: none.
-        group_ranks: its members.
-    """
+    """The evidence has been judged."""
 
     attempt: int
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # the suspects; empty: nobody stands out
     why: str = ""
-    group: str = ""
-    group_ranks: tuple[int, ...] = ()
+    group: str = ""  # name of the smallest group of ranks that shares the fault, such as ``pipeline 1``; empty: none
+    group_ranks: tuple[int, ...] = ()  # its members
+    # There is more evidence than that they stand still: they are stopped, dead, silent, or have not begun a collective
+    # that the others are in. Only then a host may be blamed.
     is_proven: bool = True
-    place: str = ""
-    waits: tuple[str, ...] = ()
+    place: str = ""  # where the ranks are in their code that do not wait for others, to recognise the place
+    waits: tuple[str, ...] = ()  # what ranks do, in a few words each, those first that hold up others
+    line: str = ""  # what `phalanx detect hang` says of the flight records alone
+    by_spans: Detection | None = None  # what it says of the run's own spans; None: nothing, or there are none
+    spans_say: str = ""  # the same in a line, and whether that is so by the other evidence
 
 
 class Stopped(EventBase, frozen=True, tag="stopped"):
-    """A host has no process of the attempt left.
-
-    Attributes:
-        stuck: those that the kernel does not let go.
-    """
+    """A host has no process of the attempt left but for `stuck`, which the kernel does not let go."""
 
     attempt: int
     host: str
@@ -346,13 +278,10 @@ class Stopped(EventBase, frozen=True, tag="stopped"):
 
 
 class StopAsked(EventBase, frozen=True, tag="stop-asked"):
-    """A person ends the job.
-
-    Attributes:
-        grace_s: between SIGTERM and SIGKILL; None: as the policy has it, and asked a second time none.
-    """
+    """A person ends the job."""
 
     who: str = ""
+    # Between SIGTERM and SIGKILL; None: as the policy has it, and asked a second time none.
     grace_s: float | None = None
 
 
@@ -395,6 +324,7 @@ Event = (
     | Unprepared
     | Noticed
     | SlowHost
+    | Detected
     | StoreOpened
     | StoreFailed
     | Started

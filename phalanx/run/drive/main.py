@@ -1,17 +1,4 @@
-"""The driver's process: everything joined for one job.
-
-Signals to a driver.
-
-What the job file says, as executors and the driver's watching are told it.
-
-Faults of the driver itself, told to people: the log has the tracebacks, but who reads it before all is wrong?
-
-All that the program, asyncio and the HTTP server write down as errors comes here, in whatever thread.
-
-What of a job is refused, before anything of it is made or anything of the job before is moved.
-
-The driver's process: everything joined for one job.
-"""
+"""The driver's process: everything joined for one job, and what of a job is refused before anything is made of it."""
 
 from __future__ import annotations
 
@@ -34,34 +21,43 @@ from typing import Any
 import msgspec
 import psutil
 
-from phalanx.core.asyncio_tasks import told
+from phalanx.core.asyncio_tasks import report_failure
 from phalanx.core.errors import UserError
 from phalanx.core.rate_limit import LogThrottle
 from phalanx.core.units import size
+from phalanx.detect.logs.log_rules import Matcher, load_rules
 from phalanx.run import messages
+from phalanx.run.api.app import serve_job
 from phalanx.run.api.job import known
-from phalanx.run.api.server import open_house
-from phalanx.run.backends.base import Backend, Movable, Ordered, check_backend, make_backend, settle
+from phalanx.run.backends.backend import Backend, BackendSetup, Movable, check_backend, make_backend, settle
 from phalanx.run.clock import read_clocks, unix_s
 from phalanx.run.config import RunConfig, workers_on
+from phalanx.run.decide.actions import Finish
 from phalanx.run.decide.events import StopAsked
-from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.event_loop import BackendOrders, aside_of, keep_going, let_leave
-from phalanx.run.driver.host_comparison import PeersConfig
+from phalanx.run.driver.backend_orders import BackendOrders
+from phalanx.run.driver.driver import Driver, WatchSettings
 from phalanx.run.driver.job_status import overview
-from phalanx.run.driver.judgements import class_of, suspects_named
-from phalanx.run.driver.write_ahead import Aside, Book
+from phalanx.run.driver.judgements import PeersConfig, class_of, suspects_named
+from phalanx.run.driver.machine_watch import check_source
+from phalanx.run.driver.run_judges import RunJudges
+from phalanx.run.driver.write_ahead import Book, aside_of
 from phalanx.run.executor.accelerator_probe import Accelerators
-from phalanx.run.executor.main import Settings as ExecutorSettings
+from phalanx.run.executor.main import ExecutorSettings
 from phalanx.run.journal import Journal, JournalError, open_journal
-from phalanx.run.judge.log_rules import Matcher, load_rules
+from phalanx.run.reports.job_watch import JobWatch, training_folder
 from phalanx.run.reports.recent_events import SHOWN_HOSTS, Hub, Item, Overview, Source
 from phalanx.run.reports.webhook import Audience, check_url, secrets_among
 from phalanx.run.secrets import Token, ensure_token, server_context, without_tokens
+from phalanx.run.supervise import TO_BE_STARTED_AGAIN
 from phalanx.run.wire.driver_address import publish
-from phalanx.run.wire.server import ExecutorServer
+from phalanx.run.wire.executor_server import ExecutorServer
+from phalanx.telemetry.alerts.alert_receivers import addresses_of, receivers_of
 
 _log = logging.getLogger(__name__)
+
+
+LEAVE_S = 5.0
+"""For executors to end by themselves what they have, before the back end ends them."""
 
 
 class _MovedError(Exception):
@@ -78,7 +74,7 @@ def heed_signals(driver: Driver, backend: Backend) -> None:
     async def ask_first(movable: Movable) -> None:
         try:
             goes_on = await movable.goes_on()
-        except Exception:  # whoever is to be ended must not live on because of that; a job that is wanted goes on
+        except Exception:  # a driver that is to be ended must not live on because of that; a job that is wanted goes on
             _log.exception("the back end does not say whether the job shall go on: it does")
             goes_on = True
         if goes_on:
@@ -91,7 +87,7 @@ def heed_signals(driver: Driver, backend: Backend) -> None:
         asked: list[asyncio.Task[None]] = []  # a task that nobody holds may be dropped
 
         def ask() -> None:
-            asked.append(told(loop.create_task(ask_first(backend)), "what follows from SIGTERM"))
+            asked.append(report_failure(loop.create_task(ask_first(backend)), "what follows from SIGTERM"))
 
         loop.add_signal_handler(signal.SIGTERM, ask)
     else:
@@ -100,7 +96,10 @@ def heed_signals(driver: Driver, backend: Backend) -> None:
 
 def executor_command(config: RunConfig, host: str) -> list[str]:
     """The command that runs the executor of a host."""
-    folder = config.run_folder.absolute()
+    folder, tls = config.run_folder.absolute(), config.tls
+    files: dict[str, str] = {}
+    if tls.authority:  # both sides show a certificate: executors the driver's own
+        files = {"authority": tls.authority, "certificate": tls.certificate, "key": tls.key}
     settings = ExecutorSettings(
         job=config.job_name,
         host=host,
@@ -117,50 +116,37 @@ def executor_command(config: RunConfig, host: str) -> list[str]:
         hosts=config.hosts,
         is_only_host=config.backend == "local" or config.hosts == 1,
         driver_lost_s=config.driver_lost_s,
-        **_tls(config),
+        uses_tls=bool(tls.certificate),
+        **{name: str(Path(file).absolute()) for name, file in files.items()},
     )
-    text = msgspec.json.encode(settings).decode()
-    return [sys.executable, "-m", "phalanx.run.executor", text]
+    return [sys.executable, "-m", "phalanx.run.executor", msgspec.json.encode(settings).decode()]
 
 
-def _tls(config: RunConfig) -> dict[str, Any]:
-    """With what executors reach the driver: where both sides show a certificate, with the driver's own."""
-    tls = config.tls
-    found: dict[str, Any] = {"uses_tls": bool(tls.certificate)}
-    if tls.authority:
-        files = {"authority": tls.authority, "certificate": tls.certificate, "key": tls.key}
-        found |= {name: str(Path(file).absolute()) for name, file in files.items()}
-    return found
-
-
-def watching(config: RunConfig) -> Settings:
-    """How the driver watches, and what it has executors prepare."""
+def watching(config: RunConfig) -> WatchSettings:
+    """How the driver watches, and what it has executors prepare, by the version of the code."""
+    previous = config.previous
     folder = str(Path(config.working_folder or ".").absolute())
-    prepare = messages.Prepare(
+    present = messages.Prepare(
         [config.script, *config.script_arguments], config.module, folder, dict(config.environment), list(config.preload)
     )
+    versions = {"": present}
+    if config.previous_version:
+        arguments = config.script_arguments if previous.arguments is None else previous.arguments
+        script = [previous.script or config.script, *arguments]
+        folder = str(Path(previous.working_folder).absolute()) if previous.working_folder else folder
+        versions[config.previous_version] = msgspec.structs.replace(present, script=script, folder=folder)
     peers = PeersConfig(config.slow, config.traffic, config.heartbeat_s)
-    return Settings(config.heartbeat_s, config.limits, peers, _versions(config, prepare))
-
-
-def _versions(config: RunConfig, present: messages.Prepare) -> dict[str, messages.Prepare]:
-    """What executors are told to run, by the version of the code as the decision names it."""
-    previous, name = config.previous, config.previous_version
-    if not name:
-        return {"": present}
-    script = [
-        previous.script or config.script,
-        *(config.script_arguments if previous.arguments is None else previous.arguments),
-    ]
-    folder = str(Path(previous.working_folder).absolute()) if previous.working_folder else present.folder
-    return {"": present, name: msgspec.structs.replace(present, script=script, folder=folder)}
+    return WatchSettings(config.heartbeat_s, config.limits, peers, versions)
 
 
 _CHARACTERS = 500
 
 
 class Troubles(logging.Handler):
-    """Says errors that are logged to people, the same not more often than every ten seconds.
+    """Shows errors that are logged to people, the same not more often than every ten seconds.
+
+    The log has the tracebacks, but nobody reads it before all is wrong. Errors of the program, asyncio and the HTTP
+    server come here, in whatever thread.
 
     Args:
         hub: of the people, in the event loop that runs now.
@@ -171,9 +157,12 @@ class Troubles(logging.Handler):
         self._hub, self._loop, self._throttle = hub, asyncio.get_running_loop(), LogThrottle()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say it; whatever is wrong with that is not worth another error."""
+        """Show it; a fault in doing so is not worth another error."""
         with suppress(Exception):
-            text = _words(record)
+            what = record.getMessage().strip().partition("\n")[0]
+            error = record.exc_info[1] if record.exc_info else None
+            why = "" if error is None else f": {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            text = f"a fault in the driver, whose log says more: {what[:_CHARACTERS]}{why[:_CHARACTERS]}"
             others = self._throttle.due(text)
             if others is not None:
                 again = f" ({others} times more before)" if others else ""
@@ -182,7 +171,7 @@ class Troubles(logging.Handler):
 
 @asynccontextmanager
 async def told_to(hub: Hub) -> AsyncIterator[None]:
-    """Within it, errors that are logged are told to people; they are written to stderr as ever."""
+    """Within it, errors that are logged are shown to people; they are written to stderr as ever."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     troubles, root = Troubles(hub), logging.getLogger()
     root.addHandler(troubles)
@@ -190,14 +179,6 @@ async def told_to(hub: Hub) -> AsyncIterator[None]:
         yield
     finally:
         root.removeHandler(troubles)
-
-
-def _words(record: logging.LogRecord) -> str:
-    """One line."""
-    what = record.getMessage().strip().partition("\n")[0]
-    error = record.exc_info[1] if record.exc_info else None
-    why = "" if error is None else f": {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return f"a fault in the driver, whose log says more: {what[:_CHARACTERS]}{why[:_CHARACTERS]}"
 
 
 _RANK_BYTES = 8 << 20
@@ -210,13 +191,17 @@ def refuse(config: RunConfig) -> None:
     Raises:
         UserError: something is.
     """
-    _see_script(config)
+    if config.backend == "local":
+        _see_script(config)
     check_backend(config)
     load_rules([Path(rule) for rule in config.rules])
     if config.tls.files is not None:
         server_context(config.tls.files)
     if config.webhook:
         check_url(config.webhook)
+    receivers_of(config.alerts, os.environ)
+    if config.judges.prometheus.url:
+        check_source(config.judges.prometheus)
     if config.backend == "local":
         _see_ranks(config)
     if "://" in config.journal:
@@ -226,29 +211,22 @@ def refuse(config: RunConfig) -> None:
 
 
 def _see_script(config: RunConfig) -> None:
-    """Where the hosts are this machine, it is there."""
-    if config.backend != "local":
-        return
+    """The hosts are this machine, so the script has to be there."""
     folder = Path(config.working_folder or ".")
     if not folder.is_dir():
         cure = "give a folder that is there"
         raise UserError("is no folder", cure=cure, field="run.working_folder", value=config.working_folder)
     path = folder / config.script
-    if config.module:
-        _see_module(config, folder)
+    if not config.module:
+        if not path.is_file():
+            cure = "give the path of a Python script, or a module with -m"
+            problem = "is a folder" if path.is_dir() else "there is no such file"
+            raise UserError(problem, cure=cure, field="script", value=config.script)
         return
-    if path.is_file():
-        return
-    cure = "give the path of a Python script, or a module with -m"
-    problem = "is a folder" if path.is_dir() else "there is no such file"
-    raise UserError(problem, cure=cure, field="script", value=config.script)
-
-
-def _see_module(config: RunConfig, folder: Path) -> None:
-    """It can be found, as far as its first part goes: to look for the rest imports that."""
+    # A module can be found, as far as its first part goes: to look for the rest imports that.
     name = config.script.partition(".")[0]
     paths = config.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
-    # absolute, since what Python has found in "." it remembers for every working folder
+    # Absolute, since what Python has found in "." it remembers for every working folder.
     folders = [str(Path(path).absolute()) for path in (str(folder), *filter(None, paths))]
     if PathFinder.find_spec(name, folders) is None and find_spec(name) is None:
         cure = "give a module that this Python finds from the working folder, or the path of a script without -m"
@@ -269,24 +247,20 @@ def _see_ranks(config: RunConfig) -> None:
         raise UserError(problem, cure=cure, field="run.workers_per_host", value=setting)
 
 
-TO_BE_STARTED_AGAIN = 75
-"""Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
-
 _LEAST_FILES = 65_536
 
 _LAST_LOOK_S = 60.0
-"""For whoever watches to show how the job has ended; a view gives up earlier where its terminal takes nothing."""
+"""For a view to show how the job has ended; it gives up earlier where its terminal takes nothing."""
 
 Show = Callable[[Source], Coroutine[Any, Any, None]]
-"""Shows a job to somebody until `Source.follow` ends."""
+"""Shows a job until `Source.follow` ends."""
 
 
 def drive(config: RunConfig, show: Show) -> int:
     """Keep a job running until it ends; its exit status.
 
     Args:
-        config: the job.
-        show: to whoever has started it.
+        show: to the person who has started it.
 
     Raises:
         UserError: something is wrong with the job, or another driver has it.
@@ -297,21 +271,13 @@ def drive(config: RunConfig, show: Show) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     matcher = Matcher(load_rules([Path(rule) for rule in config.rules]))
     ensure_token(config.token_path.absolute())
-    with _journal(config) as journal:
-        return _run(_Joined(config, folder, matcher, show, journal).serve())
-
-
-def _journal(config: RunConfig) -> Journal:
-    """The job's, whose writer this driver is now.
-
-    Raises:
-        UserError: it cannot be opened; of a job that has begun the next driver tries again.
-    """
     try:
-        return open_journal(config.journal_url, job=config.job_name)
-    except JournalError as error:
+        journal = open_journal(config.journal_url, job=config.job_name)
+    except JournalError as error:  # of a job that has begun the next driver tries again
         cure = "see that it can be written there, or give run.journal another place"
         raise UserError(f"the journal cannot be opened: {error}", cure=cure, field="run.journal") from error
+    with journal:
+        return _run(_serve(config, folder, matcher, show, journal))
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
@@ -323,100 +289,98 @@ def _run(work: Coroutine[Any, Any, int]) -> int:
         return runner.run(work)
 
 
-@dataclass
-class _Joined:
-    """The parts of a driver."""
-
-    config: RunConfig
-    folder: Path
-    matcher: Matcher
-    show: Show
-    journal: Journal
-
-    async def serve(self) -> int:
-        """Serve until the job has ended, or this driver has to."""
-        with aside_of(asyncio.get_running_loop()) as aside:
-            return await self._serve(aside)
-
-    async def _serve(self, aside: Aside) -> int:
-        config = self.config
-        setting = config.workers_per_host
-        gpus = 0 if isinstance(setting, int) else len(Accelerators().read())  # of this host, which stands for all
-        workers = workers_on(setting, len(os.sched_getaffinity(0)), gpus)
-        book = Book(self.journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
-        hub = Hub()
-        people = self._people(hub)
-        people.recall(self.journal.read(), self.journal.epoch)
-        environment = without_tokens(os.environ)
-        backend = make_backend(Ordered(config, self.folder, partial(executor_command, config), environment))
-        orders = BackendOrders(backend, lambda problem: hub.say("error", problem, read_clocks().unix_s))
-        server = self._server(book, lambda: driver)
+async def _serve(config: RunConfig, folder: Path, matcher: Matcher, show: Show, journal: Journal) -> int:
+    """Join the parts, and serve until the job has ended, or this driver has to."""
+    setting = config.workers_per_host
+    gpus = 0 if isinstance(setting, int) else len(Accelerators().read())  # of this host, which stands for all
+    workers = workers_on(setting, len(os.sched_getaffinity(0)), gpus)
+    token = ensure_token(config.token_path.absolute())
+    book = Book(journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
+    hub = Hub()
+    # No report holds a secret that the job was given.
+    secrets: list[Token | str] = [token, *secrets_among({**os.environ, **config.environment})]
+    secrets += addresses_of(config.alerts, os.environ)
+    people = Audience(hub, folder, config.job_name, secrets, config.webhook)
+    people.recall(journal.read(), journal.epoch)
+    environment = without_tokens(os.environ)
+    backend = make_backend(BackendSetup(config, folder, partial(executor_command, config), environment))
+    orders = BackendOrders(backend, lambda problem: hub.say("error", problem, read_clocks().unix_s))
+    host, _, port = config.listen.rpartition(":")  # checked by the config; port 0 is any
+    server = ExecutorServer(
+        token.reveal().encode(),
+        config.job_name,
+        host.strip("[]"),
+        int(port),
+        on_hello=lambda host, hello: driver.on_hello(host, hello),
+        on_heartbeats=lambda beats: driver.on_heartbeats(beats),
+        on_message=lambda host, message: driver.on_message(host, message),
+        on_gone=lambda host, why: driver.on_disconnected(host, why),
+        marks=book.marks,
+        ssl=server_context(config.tls.files) if config.tls.files else None,
+        field="run.listen",
+    )
+    with aside_of(asyncio.get_running_loop()) as aside:
         driver = Driver(
             book,
             server,
             orders,
             people,
-            lambda ended: class_of(self.matcher, ended),
-            suspects_named,
+            lambda ended: class_of(matcher, ended),
+            lambda state, evidence, at_s: judges.weighed(suspects_named(state, evidence, at_s)),
             watching(config),
             aside=aside,
         )
         changed = asyncio.Event()
         driver.on_change = changed.set
         heed_signals(driver, backend)
-        # Whoever supervises a driver starts it with these blocked: one that comes too early waits for us.
+        # The supervisor starts a driver with these blocked: one that comes too early waits for us.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-        async with told_to(hub), server, open_house(config, self.folder, driver, book, hub):
-            publish(self.folder / "driver", server.address)
+        job_watch = JobWatch(config, folder)
+        judges = RunJudges(config, driver, training_folder(config, folder) or folder, config.log_folder.absolute())
+        people.listeners.append(judges.heard)
+
+        def seen() -> tuple[Overview, Finish | None]:
+            return overview(known(driver, book.addresses), read_clocks(), 0), driver.finished
+
+        async with told_to(hub), server, serve_job(config, folder, driver, book, hub, lambda: job_watch.figures):
+            publish(folder / "driver", server.address)
             await _begin(driver, backend)
             ordering = asyncio.create_task(orders.run())
             ordering.add_done_callback(lambda task: _step_down(driver, task))
-            showing = told(asyncio.create_task(self.show(_Here(driver, book, hub))), "the view")
+            showing = report_failure(asyncio.create_task(show(_Here(driver, book, hub))), "the view")
+            watching_job = asyncio.create_task(job_watch.watch(seen))
+            judging = report_failure(asyncio.create_task(judges.watch()), "the judges beside the job")
             try:
-                await keep_going(driver, changed)
+                await driver.keep_going(changed)
             finally:
                 ordering.cancel()
+                watching_job.cancel()
             try:
-                return await self._leave(driver, server, backend)
+                if driver.finished is None:  # only the driver has to end: leave the hosts alone
+                    await backend.leave()
+                    sys.stderr.write(f"the driver has to end, the job goes on: {driver.problem}\n")
+                    return TO_BE_STARTED_AGAIN
+                await let_leave(server, driver.finished.reason)
+                await backend.end()
+                await judges.last_word(driver.finished)
+                return driver.finished.status
             finally:
+                judging.cancel()
+                await asyncio.wait([judging])
+                await job_watch.close(seen)
                 await people.close()
                 hub.close()
                 await asyncio.wait([showing], timeout=_LAST_LOOK_S)
 
-    async def _leave(self, driver: Driver, server: ExecutorServer, backend: Backend) -> int:
-        """End the job's hosts with the job; where only the driver has to end, leave them alone."""
-        if driver.finished is None:
-            await backend.leave()
-            sys.stderr.write(f"the driver has to end, the job goes on: {driver.problem}\n")
-            return TO_BE_STARTED_AGAIN
-        await let_leave(server, driver.finished.reason)
-        await backend.end()
-        return driver.finished.status
 
-    def _people(self, hub: Hub) -> Audience:
-        """Everybody who is told; no report holds a secret that the job was given."""
-        config = self.config
-        token = ensure_token(config.token_path.absolute())
-        known: list[Token | str] = [token, *secrets_among({**os.environ, **config.environment})]
-        return Audience(hub, self.folder, config.job_name, known, config.webhook)
-
-    def _server(self, book: Book, driver: Callable[[], Driver]) -> ExecutorServer:
-        config = self.config
-        host, _, port = config.listen.rpartition(":")  # checked by the config; port 0 is any
-        token = ensure_token(config.token_path.absolute()).reveal().encode()
-        return ExecutorServer(
-            token,
-            config.job_name,
-            host.strip("[]"),
-            int(port),
-            on_hello=lambda host, hello: driver().on_hello(host, hello),
-            on_heartbeats=lambda beats: driver().on_heartbeats(beats),
-            on_message=lambda host, message: driver().on_message(host, message),
-            on_gone=lambda host, why: driver().on_disconnected(host, why),
-            marks=book.marks,
-            ssl=server_context(config.tls.files) if config.tls.files else None,
-            field="run.listen",
-        )
+async def let_leave(server: ExecutorServer, reason: str, within_s: float = LEAVE_S) -> list[str]:
+    """Let all executors know that the job is over, and wait until they have gone; those that have not in time."""
+    server.send_all(messages.End(reason))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while server.hosts():
+                await asyncio.sleep(0.02)
+    return server.hosts()
 
 
 async def _begin(driver: Driver, backend: Backend) -> None:
@@ -436,7 +400,7 @@ async def _begin(driver: Driver, backend: Backend) -> None:
 
 
 def _step_down(driver: Driver, ordering: asyncio.Task[None]) -> None:
-    """Without anybody who orders hosts, a job would wait for ever."""
+    """Without a task that orders hosts, a job would wait for ever."""
     if not ordering.cancelled() and (error := ordering.exception()) is not None:
         _log.error("nobody orders the back end any more", exc_info=error)
         driver.step_down(RuntimeError(f"what orders the back end has failed: {type(error).__name__}: {error}"))
@@ -444,7 +408,7 @@ def _step_down(driver: Driver, ordering: asyncio.Task[None]) -> None:
 
 @dataclass(frozen=True)
 class _Here:
-    """The job of the driver in this process; implements `phalanx.run.reports.recent_events.Source`."""
+    """The job of the driver in this process: a `phalanx.run.reports.recent_events.Source`."""
 
     driver: Driver
     book: Book

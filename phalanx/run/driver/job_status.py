@@ -1,7 +1,4 @@
-"""The job at this moment, out of all that the driver knows, or out of what its journal says.
-
-A job out of its journal, for commands that look at it, or end it, while no driver lives.
-"""
+"""The job at this moment, from all that the driver knows, or from its journal while no driver lives."""
 
 from __future__ import annotations
 
@@ -20,31 +17,31 @@ from phalanx.run.decide.actions import Finish, ranks_of
 from phalanx.run.decide.decide import decide, event_from_json
 from phalanx.run.decide.events import HostGone, StopAsked
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.state import Host, State, initial
+from phalanx.run.decide.state import State, initial
 from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.hosts import Heard
 from phalanx.run.driver.write_ahead import Book, Header, Met, Note
 from phalanx.run.job_folder import Card
 from phalanx.run.journal import JournalError, open_journal, read_journal
+from phalanx.run.messages import VERSION
 from phalanx.run.reports.recent_events import HostView, IncidentView, Overview
 
 _URGENT = ("suspect", "unknown", "draining", "joining", "evicted", "active", "spare", "gone")
 """States of hosts, those first that people want to see when not all are shown."""
 
+SHOWN_DETECTIONS = 16
+
 
 @dataclass(frozen=True)
 class Known:
-    """What a job is shown from.
-
-    Attributes:
-        addresses: of hosts, as `phalanx.run.driver.write_ahead.Book` has them.
-        attempt, heard: what the driver hears; nothing where there is none.
-    """
+    """What a job is shown from: `attempt`, `heard`, `other_versions` (of executors, by address) only of a driver that
+    lives."""
 
     state: State
     addresses: Mapping[str, str] = field(default_factory=dict)
     attempt: AttemptWatch | None = None
     heard: Mapping[str, Heard] = field(default_factory=dict)
+    other_versions: Mapping[str, int] = field(default_factory=dict)
 
 
 def overview(known: Known, now: Now, most: int | None = None) -> Overview:
@@ -58,44 +55,60 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
     standing = watched.standing(now) if watched is not None else None
     rate = watched.steps_per_s(now) if watched is not None else None
     ending = state.ending if state.phase == "ended" else None
+    phase_s = max(now.unix_s - state.phase_since_s, 0.0)
+    end_s = state.phase_since_s if state.phase == "ended" else now.unix_s
+    incident = None
+    if state.incident is not None:
+        why = state.recovery.why if state.recovery is not None else ""
+        age_s = max(now.unix_s - state.incident.began_s, 0.0)
+        incident = IncidentView(number=state.incident.number, age_s=age_s, why=why)
+    # Of the present attempt, or of those before while it has made none.
+    step = max(attempt.step if attempt is not None else -1, -1)
+    if step < 0:
+        progress = state.progress
+        step = progress.done if progress.done >= 0 else progress.best if progress.best >= 0 else progress.last_done
     return Overview(
         job=state.job.name,
         unix_s=now.unix_s,
         phase=state.phase,
-        phase_s=max(now.unix_s - state.phase_since_s, 0.0) if state.phase_since_s else 0.0,
+        phase_s=phase_s if state.phase_since_s else 0.0,
         attempt=state.attempt,
         world_size=state.world_size,
         hosts_wanted=state.job.hosts,
         workers_per_host=state.job.workers_per_host,
-        hosts=tuple(host_views(known, now, _chosen(state, most))),
+        hosts=tuple(host_views(known, now, _most_urgent(state, most))),
         hosts_by_state=dict(Counter(host.state for host in state.hosts.values())),
-        step=attempt.step if attempt is not None and attempt.step >= 0 else state.progress.step,
+        step=step,
         steps_per_s=-1.0 if rate is None else rate,
         step_age_s=-1.0 if standing is None else standing.step_s,
         quiet_s=-1.0 if standing is None else standing.quiet_s,
         limit_s=-1.0 if standing is None or not isfinite(standing.limit_s) else standing.limit_s,
-        age_s=_age_s(state, now),
-        training_s=_training_s(state, now),
-        recoveries=state.brakes.recoveries,
+        age_s=0.0 if state.began_s is None else max(end_s - state.began_s, 0.0),
+        training_s=state.training_s + (phase_s if state.phase == "running" else 0.0),
+        recoveries=state.restarts.recoveries,
         incidents=state.incident_count,
-        incident=_incident(state, now),
+        incident=incident,
         version=state.version,
         advise_only=state.policy.advise_only,
         status=None if ending is None else ending.status,
         ended="" if ending is None else ending.reason,
+        refused=_refused(known.other_versions),
+        detections=state.detections[-SHOWN_DETECTIONS:],
+        detection_count=state.detection_count,
         checkpoints="" if watched is None or (first := watched.worker(0)) is None else first.checkpoints,
     )
 
 
-def _age_s(state: State, now: Now) -> float:
-    """Since the job began; of one that has ended, for how long it went on."""
-    end_s = state.phase_since_s if state.phase == "ended" else now.unix_s
-    return 0.0 if state.began_s is None else max(end_s - state.began_s, 0.0)
-
-
-def _training_s(state: State, now: Now) -> float:
-    """While attempts have made steps."""
-    return state.training_s + (max(now.unix_s - state.phase_since_s, 0.0) if state.phase == "running" else 0.0)
+def _refused(versions: Mapping[str, int]) -> str:
+    """That executors are turned away for their version, and what to do."""
+    if not versions:
+        return ""
+    address, version = list(versions.items())[-1]
+    more = f" and at {len(versions) - 1} more" if len(versions) > 1 else ""
+    return (
+        f"refused: an executor at {address}{more} speaks version {version} of the wire, this driver {VERSION}; "
+        f"install the same phalanx on both and end that executor: its back end starts another"
+    )
 
 
 def host_views(known: Known, now: Now, names: Iterable[str]) -> Iterator[HostView]:
@@ -103,11 +116,27 @@ def host_views(known: Known, now: Now, names: Iterable[str]) -> Iterator[HostVie
     state = known.state
     places = {host: place for place, host in enumerate(state.placement)} if state.has_workers else {}
     for name in names:
-        if (host := state.hosts.get(name)) is not None:
-            yield _view(known, name, host, places.get(name, -1), now)
+        if (host := state.hosts.get(name)) is None:
+            continue
+        heard, attempt, place = known.heard.get(name), known.attempt, places.get(name, -1)
+        ranks = tuple(ranks_of(place, state.job.workers_per_host)) if place >= 0 else ()
+        yield HostView(
+            name=name,
+            state=host.state,
+            why=host.why,
+            leaves=host.leaves,
+            rack=host.rack,
+            address=known.addresses.get(name, ""),
+            place=place,
+            ranks=ranks,
+            silent_s=-1.0 if heard is None else max(now.monotonic_s - heard.last_s, 0.0),
+            is_checking=name in state.checks,
+            seen=None if heard is None else heard.state,
+            workers=tuple(attempt.workers(ranks)) if attempt is not None else (),
+        )
 
 
-def _chosen(state: State, most: int | None) -> list[str]:
+def _most_urgent(state: State, most: int | None) -> list[str]:
     if most is None or len(state.hosts) <= most:
         return list(state.hosts)
     by_state: dict[str, list[str]] = {name: [] for name in _URGENT}
@@ -117,53 +146,13 @@ def _chosen(state: State, most: int | None) -> list[str]:
     return [name for name in state.hosts if name in chosen]
 
 
-def _view(known: Known, name: str, host: Host, place: int, now: Now) -> HostView:
-    heard, attempt = known.heard.get(name), known.attempt
-    ranks = tuple(ranks_of(place, known.state.job.workers_per_host)) if place >= 0 else ()
-    return HostView(
-        name=name,
-        state=host.state,
-        why=host.why,
-        leaves=host.leaves,
-        rack=host.rack,
-        address=known.addresses.get(name, ""),
-        place=place,
-        ranks=ranks,
-        silent_s=-1.0 if heard is None else max(now.monotonic_s - heard.last_s, 0.0),
-        is_checking=name in known.state.checks,
-        seen=None if heard is None else heard.state,
-        workers=tuple(attempt.workers(ranks)) if attempt is not None else (),
-    )
-
-
-def _incident(state: State, now: Now) -> IncidentView | None:
-    if state.incident is None:
-        return None
-    why = state.recovery.why if state.recovery is not None else ""
-    return IncidentView(number=state.incident.number, age_s=max(now.unix_s - state.incident.began_s, 0.0), why=why)
-
-
 @dataclass(frozen=True)
 class Past:
-    """What the journal says.
-
-    Attributes:
-        last_unix_s: when the newest entry was written.
-    """
+    """The job by its journal, whose newest entry is of `last_unix_s`."""
 
     state: State
     addresses: dict[str, str]
     last_unix_s: float
-
-    @property
-    def is_over(self) -> bool:
-        """The job has ended."""
-        return self.state.phase == "ended"
-
-    @property
-    def known(self) -> Known:
-        """For `phalanx.run.driver.job_status.overview`."""
-        return Known(self.state, self.addresses)
 
 
 def remember(folder: Path, card: Card) -> Past | None:
@@ -195,7 +184,7 @@ def remember(folder: Path, card: Card) -> Past | None:
 
 
 def end_without_driver(folder: Path, card: Card, past: Past, who: str, unix_s: float) -> Finish | None:
-    """Write down that a person has ended the job, none of whose processes is left; None: it had ended before.
+    """Write down that a person has ended the job, of which no process is left; None: it had ended before.
 
     Whichever driver had the journal until now cannot write to it any more.
 
@@ -221,4 +210,4 @@ def is_over(folder: Path, card: Card) -> bool:
         past = remember(folder, card)
     except JournalError as error:
         raise UserError(f"the journal cannot be read ({error})", cure="try again", value=str(folder)) from error
-    return past is not None and past.is_over
+    return past is not None and past.state.phase == "ended"

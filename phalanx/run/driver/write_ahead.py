@@ -1,22 +1,23 @@
 """The driver's memory: what happened is written into the journal before anything is done about it.
 
-A driver that is started again on the same journal has the same state, and is told by a `DriverRestarted` what may not
-have been done. The first entry says what job it is and by which policy it is kept running; a later start that is given
-others goes on with those of the journal.
+A driver that is started again on the same journal has the same state, and begins with a `DriverRestarted`, since of the
+last actions it is not known whether they were performed. The first entry holds what job it is and by which policy it is
+kept running; a later start that is given others goes on with those of the journal.
 
 Group commit: what was heard together is written down together, and only then acted upon.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,11 +25,10 @@ from phalanx.run.decide.actions import Action
 from phalanx.run.decide.decide import decide, event_from_json, to_json
 from phalanx.run.decide.events import DriverRestarted, Event, JobBegun
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.state import initial
-from phalanx.run.decide.transition import Own
-from phalanx.run.journal import Draft, Entry, JournalError, JournalLostError
+from phalanx.run.decide.state import Own, initial
+from phalanx.run.journal import Draft, Journal, JournalError, JournalLostError
 from phalanx.run.journal.journal_tables import Kind
-from phalanx.run.wire.connection import Mark
+from phalanx.run.wire.message_frames import ReceivedMark
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="note", tag="job"):
@@ -39,12 +39,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="note", tag="job"):
 
 
 class Received(msgspec.Struct, frozen=True, tag_field="note", tag="received"):
-    """How far the messages of a host have been taken in, with the events before this note.
-
-    Attributes:
-        instance: of the host's link, in base 64.
-        sequence: of its last message.
-    """
+    """How far the messages of a host have been taken in; `instance`: of its link, in base 64."""
 
     host: str
     instance: str
@@ -52,12 +47,7 @@ class Received(msgspec.Struct, frozen=True, tag_field="note", tag="received"):
 
 
 class Met(msgspec.Struct, frozen=True, tag_field="note", tag="met"):
-    """Where other hosts reach this one.
-
-    Attributes:
-        address: for their workers.
-        peer: ``address:port`` for measurements of the network; empty: nowhere.
-    """
+    """Where other hosts reach this one: their workers, and (``address:port``; empty: nowhere) network measurements."""
 
     host: str
     address: str
@@ -67,28 +57,11 @@ class Met(msgspec.Struct, frozen=True, tag_field="note", tag="met"):
 Note = Header | Received | Met
 
 
-class Paper(Protocol):
-    """What a book needs of `phalanx.run.journal.Journal`."""
-
-    def append_all(self, drafts: list[Draft]) -> int:
-        """Append all or none; they are there for good when this returns."""
-        ...
-
-    def read(self, from_sequence: int = 1) -> Iterator[Entry]:
-        """All entries in order."""
-        ...
-
-
 class Batch(NamedTuple):
-    """What is written down together.
-
-    Attributes:
-        marks: and when the messages came.
-        met: hosts, and where they are reached.
-    """
+    """What is written down together; marks with when the messages came."""
 
     drafts: list[Draft]
-    marks: dict[str, tuple[Mark, float]]
+    marks: dict[str, tuple[ReceivedMark, float]]
     met: dict[str, Met]
 
 
@@ -101,45 +74,60 @@ class Book:
     Attributes:
         state: after the last event that was taken in. Its dictionaries go on to the next one: read it at once.
         marks: how far messages of each host have been taken in; for `phalanx.run.wire.ExecutorServer`.
-        addresses: of all hosts that were ever met, as workers of other hosts reach them.
-        peers: ``address:port`` where each of them serves measurements of the network; empty: nowhere.
+        addresses, peers: as in `Met`, of all hosts that were ever met.
         first_actions: what has to be done now that the book is open.
 
     Args:
-        journal: which this driver writes.
-        job, policy: of a job that begins.
+        job, policy: of a job that begins; an older journal has its own.
         unix_s: now.
 
     Raises:
         JournalError: it cannot be read or written. msgspec.ValidationError: another program has written it.
     """
 
-    def __init__(self, journal: Paper, job: Job, policy: Policy, unix_s: float) -> None:
+    def __init__(self, journal: Journal, job: Job, policy: Policy, unix_s: float) -> None:
         self._journal = journal
-        self.marks: dict[str, Mark] = {}
+        self.marks: dict[str, ReceivedMark] = {}
         self.addresses: dict[str, str] = {}
         self.peers: dict[str, str] = {}
         self.state = initial(policy, job)
+        # No earlier state is kept, so `decide` may change its dictionaries in place.
         self._own: Own = {}
         self._drafts: list[Draft] = []
-        self._marks: dict[str, tuple[Mark, float]] = {}
+        # Of messages that are not written down yet.
+        self._marks: dict[str, tuple[ReceivedMark, float]] = {}
         self._met: dict[str, Met] = {}
-        """Of messages that are not written down yet: marks, each with when it came, and where hosts are reached."""
-        if self._read():
+        was_begun = False
+        for entry in journal.read():
+            if entry.kind == "event":
+                was_begun = True
+                self.state, _ = decide(self.state, event_from_json(entry.json_text), self._own)
+            elif entry.kind == "note":
+                was_begun = True
+                note = msgspec.json.decode(entry.json_text, type=Note)
+                if isinstance(note, Header):
+                    self.state = initial(note.policy, note.job)
+                elif isinstance(note, Received):
+                    self.marks[note.host] = ReceivedMark(base64.b64decode(note.instance), note.sequence)
+                else:
+                    self.addresses[note.host], self.peers[note.host] = note.address, note.peer
+        if was_begun:
             self.first_actions = self.apply(DriverRestarted(unix_s))
         else:
-            self._drafts.append(self._draft("note", msgspec.json.encode(Header(job, policy)), unix_s))
+            self._add("note", msgspec.json.encode(Header(job, policy)), unix_s)
             self.first_actions = self.apply(JobBegun(unix_s))
 
-    def take(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
+    def take(self, event: Event, received: Mapping[str, ReceivedMark] | None = None) -> list[Action]:
         """Take in what has happened; what has to be done about it after the next `write`.
 
         Args:
             received: marks of the hosts whose messages led to it.
         """
         self.state, actions = decide(self.state, event, self._own)
-        self._drafts.append(self._draft("event", to_json(event), event.at_s))
-        self._drafts += [self._draft("action", to_json(action), event.at_s) for action in actions]
+        # Actions are written for people and for reports: a replay decides them again.
+        self._add("event", to_json(event), event.at_s)
+        for action in actions:
+            self._add("action", to_json(action), event.at_s)
         for host, mark in (received or {}).items():
             if self.marks.get(host) != mark:
                 self._marks[host] = mark, event.at_s
@@ -152,19 +140,24 @@ class Book:
             JournalError: it could not be written, and is still to be. JournalLostError: a later driver has taken the
                 job over.
         """
-        taken = self._drafts, self._marks, self._met
+        # What could not be written is written with the next batch: the state is ahead of the journal until then.
+        kept = self._drafts, self._marks, self._met
         batch = self.batch()
         try:
             self.append(batch)
         except Exception:
-            self._drafts, self._marks, self._met = taken
+            self._drafts, self._marks, self._met = kept
             raise
         self.done(batch)
 
     def batch(self) -> Batch:
         """What has been taken in and is not written down, to be `append`ed now and `done` then."""
-        notes = [self._draft("note", _received(host, mark), at_s) for host, (mark, at_s) in self._marks.items()]
-        batch = Batch([*self._drafts, *notes], self._marks, self._met)
+        # Marks come last, in the same transaction: up to them all events of a host are there.
+        marks, drafts = self._marks, list(self._drafts)
+        for host, (mark, at_s) in marks.items():
+            note = Received(host, base64.b64encode(mark.instance).decode(), mark.sequence)
+            drafts.append(Draft("note", self.state.attempt, msgspec.json.encode(note).decode(), at_s))
+        batch = Batch(drafts, marks, self._met)
         self._drafts, self._marks, self._met = [], {}, {}
         return batch
 
@@ -176,10 +169,10 @@ class Book:
     def done(self, batch: Batch) -> None:
         """It has been written."""
         self.marks.update({host: mark for host, (mark, _) in batch.marks.items()})
-        for met in batch.met.values():
-            self._keep(met)
+        for host, met in batch.met.items():
+            self.addresses[host], self.peers[host] = met.address, met.peer
 
-    def apply(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
+    def apply(self, event: Event, received: Mapping[str, ReceivedMark] | None = None) -> list[Action]:
         """`take`, and `write` at once."""
         actions = self.take(event, received)
         self.write()
@@ -189,37 +182,10 @@ class Book:
         """Remember where a host is reached; `peer` as in `Met`."""
         if (self.addresses.get(host), self.peers.get(host)) != (address, peer):
             met = self._met[host] = Met(host, address, peer)
-            self._drafts.append(self._draft("note", msgspec.json.encode(met), unix_s))
+            self._add("note", msgspec.json.encode(met), unix_s)
 
-    def _read(self) -> bool:
-        """Whether anything was in the journal."""
-        was_begun = False
-        for entry in self._journal.read():
-            if entry.kind == "event":
-                was_begun = True
-                self.state, _ = decide(self.state, event_from_json(entry.json_text), self._own)
-            elif entry.kind == "note":
-                self._recall(msgspec.json.decode(entry.json_text, type=Note))
-                was_begun = True
-        return was_begun
-
-    def _recall(self, note: Note) -> None:
-        if isinstance(note, Header):
-            self.state = initial(note.policy, note.job)
-        elif isinstance(note, Received):
-            self.marks[note.host] = Mark(base64.b64decode(note.instance), note.sequence)
-        elif isinstance(note, Met):
-            self._keep(note)
-
-    def _keep(self, met: Met) -> None:
-        self.addresses[met.host], self.peers[met.host] = met.address, met.peer
-
-    def _draft(self, kind: Kind, text: bytes, unix_s: float) -> Draft:
-        return Draft(kind, self.state.attempt, text.decode(), unix_s)
-
-
-def _received(host: str, mark: Mark) -> bytes:
-    return msgspec.json.encode(Received(host, base64.b64encode(mark.instance).decode(), mark.sequence))
+    def _add(self, kind: Kind, text: bytes, unix_s: float) -> None:
+        self._drafts.append(Draft(kind, self.state.attempt, text.decode(), unix_s))
 
 
 _log = logging.getLogger(__name__)
@@ -228,36 +194,36 @@ Call = Callable[[], None]
 
 
 class Aside(NamedTuple):
-    """How to write while everything else goes on.
+    """How to write while everything else goes on."""
 
-    Attributes:
-        later: calls what it is given once all that has come by now has been heard, as `call_soon` of a loop does.
-        back: the same from another thread, as `call_soon_threadsafe` does.
-        submit: runs what it is given in another thread, one after another.
-    """
+    later: Callable[[Call], object]  # calls once all that has come by now has been heard, as `call_soon` of a loop does
+    back: Callable[[Call], object]  # the same from another thread, as `call_soon_threadsafe` does
+    submit: Callable[[Call], Future[None]]  # runs in another thread, one after another
 
-    later: Callable[[Call], object]
-    back: Callable[[Call], object]
-    submit: Callable[[Call], Future[None]]
+
+@contextmanager
+def aside_of(loop: asyncio.AbstractEventLoop) -> Iterator[Aside]:
+    """A thread that writes the journal, for as long as this context lasts."""
+    with ThreadPoolExecutor(1, thread_name_prefix="journal") as pool:
+        yield Aside(loop.call_soon, loop.call_soon_threadsafe, pool.submit)
 
 
 @dataclass
-class _Flight:
-    """A commit on its way to the disk, and what is to be done when it has arrived."""
+class _Commit:
+    """On its way to the disk, and what is to be done when it is there; `waiting`: hosts to be acknowledged."""
 
     batch: Batch
     due: list[Call]
-    owed: dict[str, None]
-    arrives: Future[None]
+    waiting: dict[str, None]
+    written: Future[None]
 
 
 class GroupCommit:
     """Between the book and what the driver does: a commit takes a wait for the disk, whatever is in it.
 
     Args:
-        book: that is written.
         perform: does what has been decided, given when what led to it was heard.
-        acknowledge: tells a host that what it has said is received for good.
+        acknowledge: lets a host know that what it has sent is received for good.
         changed: called when something has been written, or cannot be.
         aside: None: nothing is put off, and everything waits for the disk.
 
@@ -276,12 +242,12 @@ class GroupCommit:
         self._book, self._perform, self._acknowledge, self._changed = book, perform, acknowledge, changed
         self._aside = aside
         self._due: list[Call] = []
-        self._owed: dict[str, None] = {}
+        self._waiting: dict[str, None] = {}
         self._is_open = False
-        self._flight: _Flight | None = None
+        self._commit: _Commit | None = None
         self.problem: Exception | None = None
 
-    def take(self, event: Event, received: Mapping[str, Mark] | None) -> list[Action]:
+    def take(self, event: Event, received: Mapping[str, ReceivedMark] | None) -> list[Action]:
         """Take in what has happened; what will be done about it."""
         actions = self._book.take(event, received)
         self._due += [partial(self._perform, action, event.at_s) for action in actions]
@@ -295,7 +261,7 @@ class GroupCommit:
         """All of one message has been taken in: settle with whatever else has come, or now if nothing is put off.
 
         Args:
-            host: which has sent it, and is to be told when it is written down.
+            host: to be acknowledged when it is written down.
 
         Raises:
             JournalError, JournalLostError: it could not be written, now.
@@ -305,13 +271,15 @@ class GroupCommit:
             self.settle()
             return
         if host:
-            self._owed[host] = None
+            self._waiting[host] = None
+        # One wait for the disk (some milliseconds) for all that is heard in this round of the loop, not one each: ten
+        # thousand hosts that join at once would take a minute.
         if not was_open:
-            self._aside.later(self._depart)
+            self._aside.later(self._start)
 
     def owes(self, host: str) -> bool:
-        """Whether this host will be told that what it has said is written down."""
-        return host in self._owed or (self._flight is not None and host in self._flight.owed)
+        """Whether this host will be acknowledged when what it has sent is written down."""
+        return host in self._waiting or (self._commit is not None and host in self._commit.waiting)
 
     def settle(self) -> None:
         """Write down what has been taken in, and do what follows from it, before this returns.
@@ -319,66 +287,64 @@ class GroupCommit:
         Raises:
             JournalError, JournalLostError: it could not be written.
         """
-        if self._flight is not None:
-            with suppress(Exception):  # `_land` looks at it
-                self._flight.arrives.result()
-            self._land(self._flight)
+        # In order: what is on its way to the disk comes before what has been heard since.
+        if self._commit is not None:
+            with suppress(Exception):  # `_finish` looks at it
+                self._commit.written.result()
+            self._finish(self._commit)
         if not self._is_open or self.problem is not None:
             return
-        due, owed = self._take_out()
+        due, waiting = self._take_out()
         try:
             self._book.write()
         except (JournalError, JournalLostError) as error:
             self._fail(error)
             raise
-        self._do(due, owed)
+        self._do(due, waiting)
 
-    def _depart(self) -> None:
-        """Have written what has come by now, unless something is on its way still."""
-        if self._aside is None or self._flight is not None or not self._is_open or self.problem is not None:
+    def _start(self) -> None:
+        """Have written what has come by now, unless a commit is on its way still: what comes meanwhile is the next."""
+        if self._aside is None or self._commit is not None or not self._is_open or self.problem is not None:
             return
-        due, owed = self._take_out()
-        batch = self._book.batch()
-        arrives = self._aside.submit(lambda: self._book.append(batch))
-        flight = self._flight = _Flight(batch, due, owed, arrives)
-        back = self._aside.back
-        arrives.add_done_callback(lambda done: back(lambda: self._arrive(flight)))
+        due, waiting = self._take_out()
+        batch, back = self._book.batch(), self._aside.back
+        written = self._aside.submit(lambda: self._book.append(batch))
+        commit = self._commit = _Commit(batch, due, waiting, written)
+        written.add_done_callback(lambda done: back(lambda: self._arrived(commit)))
 
-    def _arrive(self, flight: _Flight) -> None:
-        """It is on the disk, or never will be; nothing to do for one that somebody has waited for."""
-        if self._flight is flight:
-            self._land(flight)
-            self._depart()
+    def _arrived(self, commit: _Commit) -> None:
+        if self._commit is commit:  # else `settle` has waited for it
+            self._finish(commit)
+            self._start()
 
-    def _land(self, flight: _Flight) -> None:
-        self._flight = None
-        error = flight.arrives.exception()
+    def _finish(self, commit: _Commit) -> None:
+        """It is on the disk, or never will be."""
+        self._commit = None
+        error = commit.written.exception()
         if isinstance(error, Exception):
             self._fail(error)
             return
-        self._book.done(flight.batch)
-        self._do(flight.due, flight.owed)
+        self._book.done(commit.batch)
+        self._do(commit.due, commit.waiting)
 
     def _take_out(self) -> tuple[list[Call], dict[str, None]]:
-        taken = self._due, self._owed
-        self._due, self._owed, self._is_open = [], {}, False
+        taken = self._due, self._waiting
+        self._due, self._waiting, self._is_open = [], {}, False
         return taken
 
     def _fail(self, error: Exception) -> None:
+        # No trying again: another driver may have the journal by now. A new process finds out, and goes on from there.
         self.problem = self.problem or error
         self._changed()
 
-    def _do(self, due: list[Call], owed: dict[str, None]) -> None:
+    def _do(self, due: list[Call], waiting: dict[str, None]) -> None:
         if self.problem is None:
             for call in due:
-                self._try(call)
-            for host in owed:
-                if host not in self._owed:  # else it is told with what it has said since
+                try:
+                    call()
+                except Exception:  # the others are no less due
+                    _log.exception("it could not be done: %s", call)
+            for host in waiting:
+                if host not in self._waiting:  # else it is acknowledged with what it has sent since
                     self._acknowledge(host)
         self._changed()
-
-    def _try(self, call: Call) -> None:
-        try:
-            call()
-        except Exception:  # the others are no less due
-            _log.exception("it could not be done: %s", call)

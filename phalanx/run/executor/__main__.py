@@ -1,4 +1,4 @@
-"""``python -m phalanx.run.executor SETTINGS``: keeps bytecode that nobody else does, then imports the rest."""
+"""``python -m phalanx.run.executor SETTINGS``: turns on the cache of bytecode, then imports the rest."""
 
 from __future__ import annotations
 

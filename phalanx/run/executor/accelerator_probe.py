@@ -1,10 +1,7 @@
-"""Accelerators of a host through NVML, asked in threads that may never come back.
+"""The accelerators of a host through NVML, if it is there; what cannot be asked is reported.
 
-Asking what may never answer: a device whose driver hangs, a file system whose server is gone.
-
-The accelerators of a host through NVML, if it is there; what cannot be asked is said.
-
-A driver that is in trouble may never answer (after Xid 119 nvidia-smi hangs too), so it is asked in a thread.
+A driver that is in trouble may never answer (after Xid 119 nvidia-smi hangs too), nor may a file system whose server is
+gone, so they are asked in threads (`LastAnswer`).
 """
 
 from __future__ import annotations
@@ -25,53 +22,48 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_TOLD_AFTER_S = 5.0
+_LATE_S = 5.0
 
 
-class Late(Generic[T]):
+class LastAnswer(Generic[T]):
     """The newest answer of a function that is called in a thread of its own, never twice at a time.
 
     That it does not answer for long, answers again, or fails is written to the log once.
 
+    Attributes:
+        problem: why the last question had no answer: what it raised.
+
     Args:
         ask: may block for ever.
-        name: of what is asked, for people.
         first: the answer until there is one.
-        told_after_s: how long is long.
     """
 
-    def __init__(self, ask: Callable[[], T], name: str, first: T, *, told_after_s: float = _TOLD_AFTER_S) -> None:
+    def __init__(self, ask: Callable[[], T], name: str, first: T, *, late_s: float = _LATE_S) -> None:
         self._ask = ask
         self._name = name
-        self._answer = first
-        self._told_after_s = told_after_s
+        self.answer = first
+        self._late_s = late_s
         self._asked_s = 0.0
-        self._is_told = False
+        self._is_reported = False
         self._idle = threading.Event()
         self._idle.set()
         self.problem = ""
-        """Why the last question had no answer: what it raised."""
 
     def take(self, within_s: float) -> T:
         """Ask, and wait at most `within_s` seconds; after that, and where asking fails, the last answer is given.
 
-        While an earlier question is not answered, nobody asks or waits again.
+        While an earlier question is not answered, no other is asked or waited for.
         """
         if self._idle.is_set():
             self._idle.clear()
             self._asked_s = time.monotonic()
-            self._is_told = False
+            self._is_reported = False
             threading.Thread(target=self._work, name=f"ask {self._name}", daemon=True).start()
             self._idle.wait(within_s)
-        elif not self._is_told and time.monotonic() - self._asked_s >= self._told_after_s:
-            self._is_told = True
+        elif not self._is_reported and time.monotonic() - self._asked_s >= self._late_s:
+            self._is_reported = True
             _log.warning("%s", self.silence)
-        return self._answer
-
-    @property
-    def last(self) -> T:
-        """The last answer."""
-        return self._answer
+        return self.answer
 
     @property
     def silence(self) -> str:
@@ -83,12 +75,12 @@ class Late(Generic[T]):
     def _work(self) -> None:
         before, self.problem = self.problem, ""
         try:
-            self._answer = self._ask()
+            self.answer = self._ask()
         except Exception as error:
             self.problem = f"{self._name}: {error}"
             if self.problem != before:
                 _log.warning("%s", self.problem)
-        if self._is_told:
+        if self._is_reported:
             _log.info("%s has answered after %.0f s", self._name, time.monotonic() - self._asked_s)
         self._idle.set()
 
@@ -100,12 +92,8 @@ _SLACK_BYTES = 256 << 20  # by which a device's idle memory differs from time to
 
 
 @dataclass(frozen=True)
-class Use:
-    """Who uses a device.
-
-    Attributes:
-        pids: processes that compute on it, as far as the driver tells; None: it does not.
-    """
+class DeviceUse:
+    """The use of a device. `pids`: processes that compute on it; None: the driver does not report them."""
 
     name: str
     used_bytes: int
@@ -113,24 +101,26 @@ class Use:
 
 
 class Accelerators:
-    """The accelerators of this host.
-
-    Args:
-        load: gives the module ``pynvml``; what it raises is why there are none.
-    """
+    """The accelerators of this host. `load`: gives the module ``pynvml``; what it raises is why there are none."""
 
     def __init__(self, load: Callable[[], Any] = lambda: importlib.import_module("pynvml")) -> None:
         self._devices: list[Device] = []
         self._idle_bytes: list[int] = []
-        self._open_late = Late(lambda: self._open(load), "NVML", "NVML has not answered yet")
-        self._states: Late[list[Accelerator]] = Late(self._ask_all, "NVML", [])
-        self._uses: Late[list[Use] | None] = Late(self._ask_uses, "NVML", None)
-        self._open_late.take(_OPEN_S)
+        self._opened = LastAnswer(lambda: self._open(load), "NVML", "NVML has not answered yet")
+        self._states: LastAnswer[list[Accelerator]] = LastAnswer(
+            lambda: [_state(device) for device in self._devices], "NVML", []
+        )
+        self._uses: LastAnswer[list[DeviceUse] | None] = LastAnswer(
+            lambda: [DeviceUse(f"{one.name} {one.index}", one.memory()[1], one.pids()) for one in self._devices],
+            "NVML",
+            None,
+        )
+        self._opened.take(_OPEN_S)
 
     @property
     def absent(self) -> str:
         """Why there are none, for people; empty: there are."""
-        return self._open_late.last
+        return self._opened.answer
 
     def read(self, within_s: float = 0.2) -> list[Accelerator]:
         """The state of all; the last one known where the driver does not answer in time."""
@@ -165,12 +155,6 @@ class Accelerators:
             return f"no accelerators can be read: {error}"
         return "" if self._devices else "there are no accelerators"
 
-    def _ask_all(self) -> list[Accelerator]:
-        return [_state(device) for device in self._devices]
-
-    def _ask_uses(self) -> list[Use]:
-        return [Use(f"{device.name} {device.index}", device.memory()[1], device.pids()) for device in self._devices]
-
 
 def _state(device: Device) -> Accelerator:
     memory_bytes, used_bytes = device.memory()
@@ -188,7 +172,7 @@ def _state(device: Device) -> Accelerator:
     )
 
 
-def still_held(uses: Sequence[Use], idle_bytes: Sequence[int], killed: Set[int]) -> list[str]:
+def still_held(uses: Sequence[DeviceUse], idle_bytes: Sequence[int], killed: Set[int]) -> list[str]:
     """What devices have not taken back of processes that were killed, for people.
 
     A device is free when none of these is listed on it, and no more memory is in use than when it was idle, or other

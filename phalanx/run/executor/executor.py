@@ -1,10 +1,9 @@
 """The executor: does on its host what the driver commands, and reports. It decides nothing.
 
-An executor that nobody wants any more: no driver comes, and nothing of the job runs on its host.
-
 It knows attempts by their numbers and refuses what belongs to a lower one than it has seen. Every answer can be given
 again: a driver that was started again asks again. Commands that start or end processes are carried out one after the
-other; looks at ranks and tests of the host go on beside them.
+other; looks at ranks and tests of the host go on beside them. An executor that has had neither a driver nor ranks for
+long enough ends by itself.
 """
 
 from __future__ import annotations
@@ -22,52 +21,30 @@ from typing import Any
 
 import msgspec
 
+from phalanx.detect.hangs.stack_traces import LOOK_S
 from phalanx.ipc.codec import TooLargeError
 from phalanx.launch.rendezvous_store import open_store_socket
 from phalanx.launch.user_script import Script
-from phalanx.launch.warm_template import LEARNT, WarmTemplate, Word, open_cache
+from phalanx.launch.warm_cache import open_cache
+from phalanx.launch.warm_template import LEARNT, AttemptReport, WarmTemplate
 from phalanx.run import messages
-from phalanx.run.executor.check_runner import Checking
-from phalanx.run.executor.host_sensors import Carried
-from phalanx.run.executor.socket_activity import QuietRank, StillnessWatch
-from phalanx.run.executor.workers import Here, Holder, Line, Senses, Workers, sendable
-from phalanx.run.judge.stack_traces import LOOK_S
+from phalanx.run.executor.host_monitor import CheckRunner, HostContext, HostMonitor
+from phalanx.run.executor.host_sensors import InterfaceBytes
+from phalanx.run.executor.reaper import Reaper
+from phalanx.run.executor.workers import Workers, sendable
 from phalanx.run.logs.log_lines import Tails
 from phalanx.run.logs.log_pump import Pump
 from phalanx.run.messages import heartbeat
-
-
-class Alone:
-    """For how long an executor has had neither a driver nor workers.
-
-    Args:
-        limit_s: how long it waits for a driver.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s, self._clock = limit_s, clock
-        self._since_s = clock()
-
-    def is_over(self, *, has_driver: bool, has_workers: bool) -> bool:
-        """Whether it has waited long enough; to be asked now and then."""
-        now_s = self._clock()
-        if has_driver or has_workers:
-            self._since_s = now_s
-        return now_s - self._since_s >= self._limit_s
-
+from phalanx.run.wire.driver_link import DriverLink
 
 _log = logging.getLogger(__name__)
 
-_FIRST_STEP_S = 0.05
-"""How often ranks that have made no step yet are looked at."""
-
-KILL_S = 10.0
-"""How long the end of killed processes is waited for; one that takes longer is stuck in the kernel."""
+_FIRST_STEP_S = 0.05  # how often ranks that have made no step yet are looked at
+KILL_S = 10.0  # how long the end of killed processes is waited for; one that takes longer is stuck in the kernel
 
 
 @dataclass
-class _Store:
+class _AttemptStore:
     """The rendezvous store of an attempt; the socket is handed to `Workers`."""
 
     attempt: int
@@ -79,22 +56,14 @@ class _Store:
 class Executor:
     """One per host and job, on the main thread's event loop.
 
-    Args:
-        here: host and job.
-        line: to the driver.
-        holder: of processes.
-        senses: for the host.
-        unix_s: time for people.
-        clock: seconds, monotonic; by which a lost driver is waited for.
-
     Attributes:
         ended: set when this executor shall leave, with the status to leave with in `status`.
     """
 
-    here: Here
-    line: Line
-    holder: Holder
-    senses: Senses
+    context: HostContext
+    link: DriverLink
+    reaper: Reaper
+    monitor: HostMonitor
     unix_s: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -102,16 +71,16 @@ class Executor:
     attempt: int = 0
     workers: Workers | None = None
     _template: WarmTemplate | None = None
-    _former: list[WarmTemplate] = field(default_factory=list)
+    _former_templates: list[WarmTemplate] = field(default_factory=list)
     _prepared: messages.Prepare | None = None
-    _store: _Store | None = None
+    _store: _AttemptStore | None = None
     _started: messages.Started | None = None
     _pump: Pump | None = None
     _tails: Tails = field(default_factory=Tails)
-    _carried: Carried = field(default_factory=Carried)
+    _carried: InterfaceBytes = field(default_factory=InterfaceBytes)
     _heartbeat_s: float = 1.0
     _sequence: int = 0
-    _rdma_carried: Carried = field(default_factory=Carried)
+    _rdma_carried: InterfaceBytes = field(default_factory=InterfaceBytes)
     _rdma_bytes: int = 0
     _is_looking: bool = False
     _looked_s: float = -math.inf
@@ -120,8 +89,8 @@ class Executor:
         self._commands: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._beside: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
-        self._checking = Checking(self.senses.check, self.line.send)
-        self._alone = Alone(self.here.driver_lost_s, self.clock)
+        self._checks = CheckRunner(self.monitor.check, self.link.send)
+        self._needed_s = self.clock()
         self._host: messages.HostState | None = None
         self._tails.on_full = self._send_lines
 
@@ -131,7 +100,7 @@ class Executor:
         """How it introduces itself now."""
         workers = self.workers
         running = workers.running if workers is not None and workers.attempt == self.attempt else []
-        return msgspec.structs.replace(self.senses.hello(), attempt=self.attempt, running=running)
+        return msgspec.structs.replace(self.monitor.hello(), attempt=self.attempt, running=running)
 
     def hear(self, message: messages.FromDriver) -> None:
         """Take a command; it is carried out later."""
@@ -139,7 +108,11 @@ class Executor:
             case messages.Welcome():
                 self._heartbeat_s = message.heartbeat_s
                 self._tails.heartbeat_bytes = message.output_bytes
-                self._leave_behind(message.attempt)
+                # The driver is at this attempt: what is left of lower ones ends, the attempt itself goes on.
+                self.attempt = max(self.attempt, message.attempt)
+                if self.workers is not None and self.workers.attempt < message.attempt:
+                    self.workers.is_stopping = True
+                self._commands.put_nowait(lambda: self._end_lower(message.attempt))
             case messages.Prepare():
                 self._commands.put_nowait(lambda: self._prepare(message))
             case messages.OpenStore():
@@ -149,7 +122,7 @@ class Executor:
                 self._queue(message.attempt, "start", lambda: self._start(message))
             case messages.Stop():
                 if self.workers is not None and self.workers.attempt <= message.attempt:
-                    self.workers.is_stopping = True  # from now on, whoever ends is no failure
+                    self.workers.is_stopping = True  # from now on, the end of a rank is not a failure
                     self.workers.hurry(message.grace_s)  # also where an earlier stop is still waiting for them
                 if message.attempt >= self.attempt:
                     self._halted.set()
@@ -157,7 +130,8 @@ class Executor:
             case messages.Gather():
                 self._do_beside(self._gather(message))
             case messages.Check():
-                self._do_beside(self._checking.answer(message, self._own_pids()))
+                own_pids = [os.getpid(), *([] if self.workers is None else [s.pid for s in self.workers.subjects()])]
+                self._do_beside(self._checks.answer(message, own_pids))
             case messages.End():
                 self._halted.set()
                 self._commands.put_nowait(lambda: self._end(message))
@@ -185,25 +159,18 @@ class Executor:
         if self._template is not None:
             await self._template.close()
             self._template = None
-        await asyncio.to_thread(self.holder.end_all, KILL_S)
+        await asyncio.to_thread(self.reaper.end_all, KILL_S)
         self._close_store()
 
     # Commands
 
     def _queue(self, attempt: int, what: str, command: Callable[[], Awaitable[None]]) -> None:
+        # A command of a lower attempt comes late, of a driver that has not heard yet of the newer one or is replaced.
         if attempt < self.attempt:
-            problem = f"attempt {self.attempt} has begun"
-            self.line.send(messages.Refused(attempt, what, problem))
+            self.link.send(messages.Refused(attempt, what, f"attempt {self.attempt} has begun"))
             return
         self.attempt = attempt
         self._commands.put_nowait(command)
-
-    def _leave_behind(self, attempt: int) -> None:
-        """The driver is at this attempt: what is left of lower ones ends, the attempt itself goes on."""
-        self.attempt = max(self.attempt, attempt)
-        if self.workers is not None and self.workers.attempt < attempt:
-            self.workers.is_stopping = True
-        self._commands.put_nowait(lambda: self._end_lower(attempt))
 
     async def _end_lower(self, attempt: int) -> None:
         if self.workers is not None and self.workers.attempt < attempt:
@@ -216,73 +183,80 @@ class Executor:
         """Start a template for the script; what runs goes on, with the template that it has."""
         before, self._prepared = self._prepared, prepare
         template = self._template
-        if template is not None and before is not None and _same_script(prepare, before):
+        # What is imported beforehand can be added to a template; whatever else differs needs another one.
+        same = before is not None and msgspec.structs.replace(prepare, preload=before.preload) == before
+        if template is not None and same:
             template.learn(prepare.preload)
         else:
-            await self._let_template_go()
+            if template is not None and self.workers is not None:
+                self._former_templates.append(template)  # it ends with the workers that it has forked
+            elif template is not None:
+                await template.close()
+            self._template = None
             template = self._template = self._make_template(prepare)
             template.start()
-        self._do_beside(self._tell_prepared(template))
+        self._do_beside(self._report_prepared(template))
 
     def _make_template(self, prepare: messages.Prepare) -> WarmTemplate:
         name, *arguments = prepare.script
         script = Script(name, tuple(arguments), prepare.is_module, prepare.folder)
-        environ = {**self.here.environ, **prepare.environment, "PHALANX_HOST": self.here.host}
+        environ = {**self.context.environ, **prepare.environment, "PHALANX_HOST": self.context.host}
         return WarmTemplate(
             script,
             environ,
             self._hear_template,
             learnt=(*LEARNT, *(name for name in prepare.preload if name not in LEARNT)),
-            has_learnt=lambda learnt: self._tell_learnt(messages.Prepared(0.0, "", list(learnt))),
-            started=self.holder.contain,
+            has_learnt=lambda learnt: self._report_learnt(messages.Prepared(0.0, "", list(learnt))),
+            started=self.reaper.contain,
             cache=open_cache(script, environ),
         )
 
-    async def _let_template_go(self) -> None:
-        """It ends now, or with the workers that it has."""
-        if self._template is not None and self.workers is not None:
-            self._former.append(self._template)
-        elif self._template is not None:
-            await self._template.close()
-        self._template = None
-
-    async def _tell_prepared(self, template: WarmTemplate) -> None:
+    async def _report_prepared(self, template: WarmTemplate) -> None:
         began_s = time.monotonic()
         problem = ""
         try:
             await template.ready()
         except Exception as error:  # whatever it is, the driver has to hear it
             problem = sendable(str(error) or type(error).__name__)
-        self._tell_learnt(messages.Prepared(time.monotonic() - began_s, problem, list(template.learnt)))
+        self._report_learnt(messages.Prepared(time.monotonic() - began_s, problem, list(template.learnt)))
 
-    def _tell_learnt(self, prepared: messages.Prepared) -> None:
+    def _report_learnt(self, prepared: messages.Prepared) -> None:
         try:
-            self.line.send(prepared)
+            self.link.send(prepared)
         except TooLargeError:  # only a help for other hosts
-            self.line.send(msgspec.structs.replace(prepared, learnt=[]))
+            self.link.send(msgspec.structs.replace(prepared, learnt=[]))
 
     async def _open_store(self, order: messages.OpenStore) -> None:
         store = self._store
         if store is None or store.attempt != order.attempt:
             self._close_store()
+            # The ranks of a single host meet where no other host can reach their store, which admits anybody.
+            address = "127.0.0.1" if self.context.hosts == 1 else self.context.address
             try:
-                listener = open_store_socket(self.here.store_address)
+                listener = open_store_socket(address)
             except (OSError, ValueError) as error:
-                problem = f"the store cannot listen at {self.here.store_address}: {error}"
-                self.line.send(messages.StoreOpened(order.attempt, 0, problem))
+                problem = f"the store cannot listen at {address}: {error}"
+                self.link.send(messages.StoreOpened(order.attempt, 0, problem))
                 return
-            store = self._store = _Store(order.attempt, listener.getsockname()[1], listener)
-        self.line.send(messages.StoreOpened(order.attempt, store.port))
+            store = self._store = _AttemptStore(order.attempt, listener.getsockname()[1], listener)
+        self.link.send(messages.StoreOpened(order.attempt, store.port))
 
     async def _start(self, start: messages.Start) -> None:
         if self._started is not None and self._started.attempt == start.attempt:
-            self.line.send(self._started)
+            self.link.send(self._started)  # the driver was started again, and does not know that it has asked before
             return
         await self._end_workers(0.0)
         if self._template is None or self._prepared is None:
-            self._tell_started(messages.Started(start.attempt, {}, 0.0, "no script has been prepared here"))
+            self._started = messages.Started(start.attempt, {}, 0.0, "no script has been prepared here")
+            self.link.send(self._started)
             return
-        if not await self._is_ready(self._template):
+        # Imports may take minutes, and an attempt that is stopped by then must not wait for them.
+        ready = asyncio.ensure_future(self._template.ready())
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # what is wrong, the start reports
+        halted = asyncio.ensure_future(self._halted.wait())
+        await asyncio.wait([ready, halted], return_when=asyncio.FIRST_COMPLETED)
+        halted.cancel()
+        if not ready.done():
             return
         try:
             self.workers = self._make_workers(start, self._template)
@@ -290,49 +264,35 @@ class Executor:
         except Exception as error:  # whatever it is, the driver has to hear it, and need not wait for its limit
             _log.exception("attempt %d could not be started", start.attempt)
             started = messages.Started(start.attempt, {}, 0.0, sendable(f"{type(error).__name__}: {error}"))
-        self._tell_started(started)
+        self._started = started
+        self.link.send(started)
         if self.workers is not None and not started.problem:
-            self._do_beside(self._tell_first_step(self.workers))
-
-    async def _is_ready(self, template: WarmTemplate) -> bool:
-        """Wait until an attempt can be started; False: it is to be stopped by then, which must not wait for that."""
-        ready = asyncio.ensure_future(template.ready())
-        ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # what is wrong is told at the start
-        halted = asyncio.ensure_future(self._halted.wait())
-        await asyncio.wait([ready, halted], return_when=asyncio.FIRST_COMPLETED)
-        halted.cancel()
-        return ready.done()
+            self._do_beside(self._report_first_step(self.workers))
 
     def _make_workers(self, start: messages.Start, template: WarmTemplate) -> Workers:
         self._tails.forget()
-        self.senses.forget()
+        self.monitor.begin_attempt()
         self._pump = Pump(self._tails, self._on_lines, self.unix_s)
         listener = None
         if self._store is not None and self._store.attempt == start.attempt and start.group_rank == 0:
             listener, self._store.listener = self._store.listener, None
-        here = self.here
-        environ = template.environ
         return Workers(
             start,
             template.script,
             template,
-            environ,
-            here.pages,
-            here.open_log,
+            template.environ,
+            self.context.pages,
+            self.context.open_log,
             self._pump,
-            self._tell_end,
+            self._report_end,
             listener,
-            self.senses.stillness(),
+            self.monitor.stillness(),
         )
-
-    def _tell_started(self, started: messages.Started) -> None:
-        self._started = started
-        self.line.send(started)
 
     async def _stop(self, stop: messages.Stop) -> None:
         began_s = time.monotonic()
         stuck = await self._end_workers(stop.grace_s)
-        self.line.send(messages.Stopped(stop.attempt, time.monotonic() - began_s, stuck))
+        self.link.send(messages.Stopped(stop.attempt, time.monotonic() - began_s, stuck))
 
     async def _end(self, end: messages.End) -> None:
         _log.info("this executor ends: %s", end.reason)
@@ -342,15 +302,22 @@ class Executor:
     # Processes
 
     async def _end_workers(self, grace_s: float) -> list[int]:
-        """End the present attempt here; what the kernel does not let go of."""
+        """End the present attempt here; returns the processes that the kernel does not let go of."""
         workers = self.workers
         if workers is not None:
             workers.is_stopping = True
             if grace_s > 0:
                 workers.hurry(grace_s)
-                await self._ask_to_end(workers)
-            await self._kill(workers)
-        killed = await asyncio.to_thread(self.holder.end_attempt, KILL_S)
+                workers.is_asked = True
+                workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
+                while workers.running and time.monotonic() < workers.kill_at_s:  # another stop may bring that nearer
+                    await asyncio.sleep(0.02)
+            try:
+                await asyncio.wait_for(workers.template.kill(workers.attempt), KILL_S)
+            except TimeoutError:
+                _log.warning("processes of attempt %d do not end", workers.attempt)
+        # Also without workers: what an attempt has left may outlive its ranks.
+        killed = await asyncio.to_thread(self.reaper.end_attempt, KILL_S)
         if self._pump is not None:
             await self._pump.close()  # their streams are at their end
             self._pump = None
@@ -358,23 +325,11 @@ class Executor:
         if workers is not None:
             workers.close()
             self.workers = None
-        await asyncio.gather(*(template.close() for template in self._former))
-        self._former.clear()
+        await asyncio.gather(*(template.close() for template in self._former_templates))
+        self._former_templates.clear()
         return killed.stuck
 
-    async def _ask_to_end(self, workers: Workers) -> None:
-        workers.is_asked = True
-        workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
-        while workers.running and time.monotonic() < workers.kill_at_s:
-            await asyncio.sleep(0.02)
-
-    async def _kill(self, workers: Workers) -> None:
-        try:
-            await asyncio.wait_for(workers.template.kill(workers.attempt), KILL_S)
-        except TimeoutError:
-            _log.warning("processes of attempt %d do not end", workers.attempt)
-
-    def _hear_template(self, attempt: int, word: Word) -> None:
+    def _hear_template(self, attempt: int, word: AttemptReport) -> None:
         if self.workers is not None and self.workers.attempt == attempt:
             self.workers.hear(word)
 
@@ -388,43 +343,47 @@ class Executor:
     async def _beat_on(self) -> None:
         while True:
             try:
-                self._host = self.senses.state()
+                self._host = self.monitor.state()
                 self._send_beat(self._host)
-                self.holder.reap()
+                self.reaper.reap()
                 self._look_at_quiet_ranks()
-                self._look_for_driver()
+                self._end_if_not_needed()
             except Exception:
                 _log.exception("a heartbeat could not be sent")
             await asyncio.sleep(self._heartbeat_s)
 
     def _look_at_quiet_ranks(self) -> None:
-        """Every few seconds, beside everything else: it takes a while where many ranks make no step."""
         workers, now_s = self.workers, self.clock()
         if workers is None or workers.is_stopping or self._is_looking or now_s - self._looked_s < LOOK_S:
             return
         quiet = workers.quiet()
-        if quiet:
-            self._is_looking, self._looked_s = True, now_s
-            self._do_beside(self._look_at(workers.stillness, quiet))
+        if not quiet:
+            return
+        self._is_looking, self._looked_s = True, now_s
 
-    async def _look_at(self, stillness: StillnessWatch, quiet: Sequence[QuietRank]) -> None:
-        try:
-            await asyncio.to_thread(stillness.look, quiet, self._rdma_bytes)
-        finally:
-            self._is_looking = False
+        async def look() -> None:
+            try:
+                await asyncio.to_thread(workers.stillness.look, quiet, self._rdma_bytes)
+            finally:
+                self._is_looking = False
 
-    async def _tell_first_step(self, workers: Workers) -> None:
-        """A start, and so a recovery, is over when every rank has made a step: that is told before its turn."""
+        self._do_beside(look())  # it takes a while where many ranks make no step
+
+    async def _report_first_step(self, workers: Workers) -> None:
+        """A start, and so a recovery, is over when every rank has made a step: that is reported before its turn."""
         while self.workers is workers and not workers.is_stopping and not workers.has_stepped:
             await asyncio.sleep(_FIRST_STEP_S)
         if self.workers is workers and not workers.is_stopping:
-            self._send_beat(self.senses.state())
+            self._send_beat(self.monitor.state())
 
-    def _look_for_driver(self) -> None:
-        """Without workers nobody needs this executor but a driver; nothing is left for ever."""
-        has_workers = self.workers is not None and bool(self.workers.running)
-        if self._alone.is_over(has_driver=self.line.connected, has_workers=has_workers) and not self.ended.is_set():
-            self.hear(messages.End(f"no driver has come for {self.here.driver_lost_s:g} s, and nothing runs here", 1))
+    def _end_if_not_needed(self) -> None:
+        # Without workers only a driver needs this executor; nothing is left on a host for ever.
+        now_s = self.clock()
+        if self.link.connected or (self.workers is not None and self.workers.running):
+            self._needed_s = now_s
+        limit_s = self.context.driver_lost_s
+        if now_s - self._needed_s >= limit_s and not self.ended.is_set():
+            self.hear(messages.End(f"no driver has come for {limit_s:g} s, and nothing runs here", 1))
 
     def _send_beat(self, host: messages.HostState) -> None:
         self._sequence += 1
@@ -435,44 +394,34 @@ class Executor:
         self._rdma_bytes = self._rdma_carried.add([one for one in host.interfaces if one.is_rdma])
         lines = self._tails.newest()
         beat = heartbeat(self._sequence, self.unix_s(), attempt, states, host, lines, carried_bytes)
-        if self.line.send(beat):
+        if self.link.send(beat):
             self._tails.sent()
 
     def _send_lines(self) -> None:
-        """What ranks have written, before its turn; of the host nothing new is said."""
+        """Send what ranks have written, before its turn, with the last known state of the host."""
         if self._host is not None and not self._tails.is_empty:
             self._send_beat(self._host)
 
-    def _tell_end(self, ended: messages.WorkerEnded) -> None:
-        """That a rank has ended, after all that it has written."""
-        self._send_lines()
-        self.line.send(ended)
+    def _report_end(self, ended: messages.WorkerEnded) -> None:
+        self._send_lines()  # what it has written comes before its end
+        self.link.send(ended)
 
     def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
-        found = self.senses.findings(rank, lines)
+        found = self.monitor.findings(rank, lines)
         if found and self.workers is not None:
-            self.line.send(messages.Found(self.workers.attempt, found))
+            self.link.send(messages.Found(self.workers.attempt, found))
 
     async def _gather(self, order: messages.Gather) -> None:
         subjects = [] if self.workers is None else self.workers.subjects(order.ranks)
-        evidence = await asyncio.to_thread(self.senses.look, subjects, order.attempt, order.within_s)
-        self.line.send(evidence)
-
-    def _own_pids(self) -> list[int]:
-        """Process ids that are the job's."""
-        return [os.getpid(), *([] if self.workers is None else [s.pid for s in self.workers.subjects()])]
+        evidence = await asyncio.to_thread(self.monitor.gather, subjects, order.attempt, order.within_s)
+        self.link.send(evidence)
 
     def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        def done(task: asyncio.Task[None]) -> None:
+            self._beside.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error("what went on beside the commands failed", exc_info=error)
+
         task = asyncio.get_running_loop().create_task(work)
         self._beside.add(task)
-        task.add_done_callback(self._done_beside)
-
-    def _done_beside(self, task: asyncio.Task[None]) -> None:
-        self._beside.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("what went on beside the commands failed", exc_info=error)
-
-
-def _same_script(one: messages.Prepare, other: messages.Prepare) -> bool:
-    """Whether they differ in what is imported beforehand only."""
-    return msgspec.structs.replace(one, preload=other.preload) == other
+        task.add_done_callback(done)

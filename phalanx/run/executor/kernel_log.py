@@ -1,7 +1,7 @@
 """The kernel's log, followed from the moment it is opened.
 
 It comes from ``/dev/kmsg``; where that may not be read, from ``journalctl`` or ``dmesg``, which a site may allow; else
-it is said why not. Its lines tell of devices (``NVRM: Xid``), memory, disks and links.
+`problem` says why not. Its lines report devices (``NVRM: Xid``), memory, disks and links.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from phalanx.checks.kernel_lines import KernelLine, parse_line, take_records
+from phalanx.ipc.processes import StartChild
 
 KMSG = Path("/dev/kmsg")
 
@@ -30,30 +31,8 @@ _COMMANDS = (
 )
 
 
-class _Source(ABC):
-    """Where records come from; never blocks."""
-
-    name: str
-
-    @abstractmethod
-    def fileno(self) -> int:
-        """Readable when there may be records."""
-
-    @abstractmethod
-    def take(self) -> tuple[list[str], int, str]:
-        """Records that are there, how many times some were overwritten before they were read, and why it has ended."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop following."""
-
-
-class Kmsg(_Source):
-    """``/dev/kmsg``, or what plays it: each read gives one record.
-
-    Raises:
-        OSError: it may not be read.
-    """
+class Kmsg:
+    """``/dev/kmsg``, or what plays it: each read gives one record. Raises OSError: it may not be read."""
 
     def __init__(self, path: Path = KMSG, read: Callable[[int, int], bytes] = os.read) -> None:
         self.name = str(path)
@@ -63,30 +42,27 @@ class Kmsg(_Source):
             os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Readable when there may be records."""
         return self._descriptor
 
     def take(self) -> tuple[list[str], int, str]:
-        """What is there now."""
+        """Records that are there, how often some were overwritten before they were read, and why it has ended."""
         records, overruns, error = take_records(self._descriptor, self._read, most=_MOST_RECORDS)
         return records, overruns, f"{self.name}: {error.strerror}" if error else ""
 
     def close(self) -> None:
-        """Close it."""
+        """Stop following."""
         os.close(self._descriptor)
 
 
-class Command(_Source):
+class LogCommand:
     """A program that writes a line for each record.
-
-    Args:
-        start: see `phalanx.run.executor.reaper.Reaper.helper`.
 
     Raises:
         OSError: it cannot be run, or ended at once; the words say why.
     """
 
-    def __init__(self, command: Sequence[str], start: Callable[[Callable[[], subprocess.Popen]], subprocess.Popen]):
+    def __init__(self, command: Sequence[str], start: StartChild) -> None:
         self.name = command[0]
         self._process = start(
             lambda: subprocess.Popen(
@@ -125,18 +101,16 @@ class Command(_Source):
                 stream.close()
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What was read at once.
+Source = Kmsg | LogCommand
 
-    Attributes:
-        dropped: records left out, because there were more than may be passed on.
-        overruns: how often the kernel had overwritten records before they were read.
-    """
+
+@dataclass(frozen=True)
+class KernelRecords:
+    """What was read at once."""
 
     records: list[KernelLine]
-    dropped: int = 0
-    overruns: int = 0
+    dropped: int = 0  # left out, because there were more than may be passed on
+    overruns: int = 0  # how often the kernel had overwritten records before they were read
 
 
 class KernelLog:
@@ -145,8 +119,6 @@ class KernelLog:
     Args:
         per_s, burst: how many records are passed on, for long and at once; warnings and worse go first.
         keep: how many of the last records `since` knows.
-        sources: tried in order; see `open_sources`.
-        clock: in seconds, monotonic.
 
     Attributes:
         source: what is followed; empty: nothing.
@@ -155,7 +127,7 @@ class KernelLog:
 
     def __init__(
         self,
-        sources: Sequence[Callable[[], _Source]],
+        sources: Sequence[Callable[[], Source]],
         *,
         per_s: float = 50.0,
         burst: int = 500,
@@ -166,7 +138,7 @@ class KernelLog:
         self._per_s, self._burst = per_s, burst
         self._allowed, self._counted_s = float(burst), clock()
         self._kept: deque[tuple[float, KernelLine]] = deque(maxlen=keep)
-        self._source: _Source | None = None
+        self._source: Source | None = None
         problems = []
         for make in sources:
             try:
@@ -181,20 +153,26 @@ class KernelLog:
         """Readable when `read` may find something; -1: nothing is followed."""
         return -1 if self._source is None else self._source.fileno()
 
-    def read(self) -> Taken:
+    def read(self) -> KernelRecords:
         """What has been written since the last call."""
         if self._source is None:
-            return Taken([])
+            return KernelRecords([])
         contents, overruns, ended = self._source.take()
         if ended:
             self.close()
             self.problem = ended
         parsed = (parse_line(content) for content in contents)
-        records = [record for record in parsed if record is not None]
-        passed = self._limited(records)
+        records = passed = [record for record in parsed if record is not None]
         now_s = self._clock()
+        self._allowed = min(float(self._burst), self._allowed + (now_s - self._counted_s) * self._per_s)
+        self._counted_s = now_s
+        room = int(self._allowed)
+        if len(records) > room:
+            worst = sorted(range(len(records)), key=lambda index: (records[index].level > _WARNING, index))[:room]
+            passed = [records[index] for index in sorted(worst)]
+        self._allowed -= len(passed)
         self._kept.extend((now_s, record) for record in passed)
-        return Taken(passed, len(records) - len(passed), overruns)
+        return KernelRecords(passed, len(records) - len(passed), overruns)
 
     def since(self, at_s: float) -> list[str]:
         """Lines of the kernel read at or after this time of the clock, the oldest first."""
@@ -206,30 +184,7 @@ class KernelLog:
             self._source.close()
             self._source = None
 
-    def _limited(self, records: list[KernelLine]) -> list[KernelLine]:
-        now_s = self._clock()
-        self._allowed = min(float(self._burst), self._allowed + (now_s - self._counted_s) * self._per_s)
-        self._counted_s = now_s
-        room = int(self._allowed)
-        if len(records) > room:
-            worst = sorted(range(len(records)), key=lambda index: (records[index].level > _WARNING, index))[:room]
-            records = [records[index] for index in sorted(worst)]
-        self._allowed -= len(records)
-        return records
 
-
-def open_sources(
-    start: Callable[[Callable[[], subprocess.Popen]], subprocess.Popen] = lambda make: make(),
-) -> list[Callable[[], _Source]]:
-    """The ways of following the log on this host, the best first.
-
-    Args:
-        start: see `Command`.
-    """
-    return [Kmsg, *(_command(command, start) for command in _COMMANDS)]
-
-
-def _command(
-    command: Sequence[str], start: Callable[[Callable[[], subprocess.Popen]], subprocess.Popen]
-) -> Callable[[], _Source]:
-    return lambda: Command(command, start)
+def open_sources(start: StartChild = lambda make: make()) -> list[Callable[[], Source]]:
+    """The ways of following the log on this host, the best first."""
+    return [Kmsg, *(partial(LogCommand, command, start) for command in _COMMANDS)]

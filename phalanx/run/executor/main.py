@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
-import ssl
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,38 +20,32 @@ from phalanx.ipc.handshake import derive, hand_out
 from phalanx.run import messages
 from phalanx.run.clock import unix_s
 from phalanx.run.executor.accelerator_probe import Accelerators
-from phalanx.run.executor.check_runner import Means, follow_kernel, make_senses
 from phalanx.run.executor.executor import Executor
+from phalanx.run.executor.host_monitor import HostContext, HostMonitor
 from phalanx.run.executor.kernel_log import KernelLog, open_sources
-from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
-from phalanx.run.executor.workers import Here
+from phalanx.run.executor.page_folder import page_folder
+from phalanx.run.executor.reaper import Reaper, choose_containment, run_guarded
 from phalanx.run.logs.log_files import KEPT_BYTES, SEGMENT_BYTES
 from phalanx.run.secrets import TlsFiles, client_context, read_token, without_tokens
-from phalanx.run.wire.client import DriverLink, ReplacedError
 from phalanx.run.wire.driver_address import address_towards, parse, published
+from phalanx.run.wire.driver_link import DriverLink, ReplacedError
 
 _log = logging.getLogger(__name__)
 
 _DRAIN_S = 5.0
 
-_MOST_GRACE_S = 3600.0
-"""For ranks that are asked to end by somebody who does not come back to end them."""
+_MOST_GRACE_S = 3600.0  # for ranks that are asked to end by SIGINT, where no SIGTERM follows
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExecutorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an executor is started with; nothing in it is secret.
 
     Attributes:
-        job, host: names.
-        folder: of the run.
         driver: file in which the driver says where it listens.
         token: file with the job's token.
         address: where workers of other hosts reach this one; ``auto``: from where this one reaches the driver.
         rack: what it may fail together with; empty: from PHALANX_RACK, else SLURM_TOPOLOGY_ADDR.
-        logs: folder for logs of ranks.
         segment_bytes, kept_bytes: of a rank's log files: of one, and of all.
-        rules: files with log rules.
-        skip: names of checks that are left out.
         checkpoints: where checkpoints go, an absolute path or a URL; empty: not known.
         hosts: that take part; 0: not known. The ranks of a single one meet where no other host comes.
         is_only_host: the job has no other machine.
@@ -91,30 +82,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        settings = msgspec.json.decode(arguments[0], type=Settings)
+        settings = msgspec.json.decode(arguments[0], type=ExecutorSettings)
         read_token(Path(settings.token))
-        way = choose_way(_log.info, name=f"{settings.job}-{settings.host}")
+        containment = choose_containment(_log.info, name=f"{settings.job}-{settings.host}")
         environ = without_tokens(os.environ)
-        return run_guarded(way, lambda reaper: serve(settings, reaper), environ=environ, report=_log.warning)
+        return run_guarded(containment, lambda reaper: serve(settings, reaper), environ=environ, report=_log.warning)
     except (UserError, msgspec.ValidationError, IndexError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
 
 
-def serve(settings: Settings, reaper: Reaper) -> int:
+def serve(settings: ExecutorSettings, reaper: Reaper) -> int:
     """Be the executor, in the process that `run_guarded` has made."""
-    pages = Path(tempfile.mkdtemp(prefix="phalanx-pages-", dir=_in_memory()))
-    try:
+    with page_folder() as pages:
         return asyncio.run(_serve(settings, reaper, pages))
-    finally:
-        shutil.rmtree(pages, ignore_errors=True)
 
 
-async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
+async def _serve(settings: ExecutorSettings, reaper: Reaper, pages: Path) -> int:
     token = read_token(Path(settings.token)).reveal().encode()
-    here = Here(
+    address = settings.address
+    if address == "auto":
+        drivers = published(Path(settings.driver))()
+        address = address_towards(parse(drivers[0]).host)
+    context = HostContext(
         settings.host,
-        _address(settings),
+        address,
         settings.rack or CheckpointConfig().rack_of(os.environ),
         # Ranks get another secret than the token, with which they could command the job.
         {**without_tokens(os.environ), **hand_out(pages, derive(token, "for the ranks"))},
@@ -128,33 +120,33 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     accelerators = Accelerators()
     reaper.release = accelerators.released
     kernel = KernelLog(open_sources(reaper.helper))
-    doors = ExitStack()
-    means = Means(
-        here,
+    peers = ExitStack()
+    monitor = HostMonitor(
+        context,
         reaper,
         kernel,
         accelerators,
-        [Path(rule) for rule in settings.rules],
-        Path(settings.folder),
-        settings.checkpoints,
-        settings.is_only_host,
-        frozenset(settings.skip),
-        Path(settings.token),
-        open_to_peers(doors, here.address, token),
+        rules=[Path(rule) for rule in settings.rules],
+        folder=Path(settings.folder),
+        is_only_host=settings.is_only_host,
+        checkpoints=settings.checkpoints,
+        skip=frozenset(settings.skip),
+        token=Path(settings.token),
+        peer_port=open_to_peers(peers, context.address, token),
     )
-    senses = make_senses(means)
-    await asyncio.to_thread(accelerators.mark_idle)
+    await asyncio.to_thread(accelerators.mark_idle)  # before any rank of ours runs
+    own = (Path(name) if name else None for name in (settings.certificate, settings.key, settings.authority))
     link = DriverLink(
         published(Path(settings.driver)),
         token,
         settings.job,
         lambda: executor.hello(),
         lambda message: executor.hear(message),
-        ssl=_tls(settings),
+        ssl=client_context(TlsFiles(*own)) if settings.uses_tls else None,
     )
-    executor = Executor(here, link, reaper, senses, unix_s=unix_s)
+    executor = Executor(context, link, reaper, monitor, unix_s=unix_s)
     loop = asyncio.get_running_loop()
-    # Whoever ends it without a driver first asks its ranks to end, with SIGINT, and sees to it that this has a limit.
+    # To end it without a driver, SIGINT first asks its ranks to end, and SIGTERM sets that a limit.
     for number, grace_s in ((signal.SIGTERM, 0.0), (signal.SIGINT, _MOST_GRACE_S)):
         loop.add_signal_handler(number, _end, executor, number, grace_s)
     if kernel.fileno() >= 0:
@@ -167,14 +159,14 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     link.close()
     await linking
     kernel.close()
-    doors.close()
+    peers.close()
     return status
 
 
-def open_to_peers(doors: ExitStack, address: str, key: bytes) -> int:
-    """Let hosts of this job measure the network to this one, until `doors` are closed; the port, 0: it cannot be."""
+def open_to_peers(closing: ExitStack, address: str, key: bytes) -> int:
+    """Let hosts of this job measure the network to this one, until `closing`; the port, 0: it cannot be."""
     try:
-        return doors.enter_context(serve_peer(address, key=key))
+        return closing.enter_context(serve_peer(address, key=key))
     except OSError as error:
         _log.warning("the network to this host cannot be measured by others: %s: %s", address, error)
         return 0
@@ -183,18 +175,6 @@ def open_to_peers(doors: ExitStack, address: str, key: bytes) -> int:
 def _end(executor: Executor, number: signal.Signals, grace_s: float) -> None:
     executor.hear(messages.Stop(executor.attempt, grace_s))
     executor.hear(messages.End(number.name, 128 + number))
-
-
-def _address(settings: Settings) -> str:
-    if settings.address != "auto":
-        return settings.address
-    drivers = published(Path(settings.driver))()
-    return address_towards(parse(drivers[0]).host)
-
-
-def _tls(settings: Settings) -> ssl.SSLContext | None:
-    given = (Path(name) if name else None for name in (settings.certificate, settings.key, settings.authority))
-    return client_context(TlsFiles(*given)) if settings.uses_tls else None
 
 
 async def _keep_linked(link: DriverLink, executor: Executor) -> None:
@@ -210,19 +190,14 @@ async def _keep_linked(link: DriverLink, executor: Executor) -> None:
 def _read_kernel(kernel: KernelLog, executor: Executor) -> None:
     descriptor = kernel.fileno()
     try:
-        found = follow_kernel(kernel, executor.senses.findings)
+        found = executor.monitor.kernel_findings()
         if found:
-            executor.line.send(messages.Found(executor.attempt, found))
+            executor.link.send(messages.Found(executor.attempt, found))
     except Exception:  # what cannot be read would call this again at once, and for ever
         _log.exception("the kernel's log is not followed any more")
         kernel.close()
     if kernel.fileno() < 0:
         asyncio.get_running_loop().remove_reader(descriptor)
-
-
-def _in_memory() -> str | None:
-    """A file system in memory, where there is one to write to."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 if __name__ == "__main__":

@@ -1,25 +1,24 @@
-"""A process above the executor that ends what the executor leaves behind, however that ends. Linux only.
+"""No orphans: whatever a worker has started is gone when its attempt has ended. Linux only.
 
     guard ── forks ──► executor ── starts ──► template ── forks ──► ranks
 
-It has nothing to do but to wait. Where a PID namespace holds the processes, the executor is its init and the kernel
-does the guard's work.
+    containment = choose_containment(report, name=f"{job}-{host}")
+    status = run_guarded(containment, serve, environ=environ)       # serve(reaper) is the executor
 
-Which processes are keepers of checkpoints, which outlive the ranks that have started them. Linux only.
+In `serve`: ``reaper.contain(template.pid)``; ``reaper.end_attempt(10)`` kills everything but the template, keepers of
+checkpoints and writers of spans; ``reaper.end_all(10)`` everything but these keepers and writers. A template that is
+forking at this moment goes on with it: it is asked to stop first. Children that the executor starts for itself (to
+look at a rank, to test the host) are started by ``reaper.helper``, or they would be taken for something that a rank
+has left.
 
-A keeper is known by what only it has: the listening socket at an address in a folder that only this user can enter, in
-a session whose leader has gone, and by running the keeper's program. A rank that is about to start a keeper has that
-socket too, for a moment, and so have processes that it forks in this moment; but they run the rank's program.
+The *guard* has nothing to do but to wait, and ends what the executor leaves behind, however that ends. Where a PID
+namespace holds the processes, the executor is its init and the kernel does the guard's work.
 
-No orphans: whatever a worker has started is gone when its attempt has ended. Linux only.
-
-    choice = choose_way(report, name=f"{job}-{host}")
-    status = run_guarded(choice, serve, environ=environ)       # serve(reaper) is the executor
-
-In `serve`: ``reaper.contain(template.pid)``; ``reaper.end_attempt(10)`` kills everything but the template and keepers
-of checkpoints; ``reaper.end_all(10)`` everything but these keepers. A template that is forking at this moment goes on
-with it: it is asked to stop first. Children that the executor starts for itself (to look at a rank, to test the host)
-are started by ``reaper.helper``, or they would be taken for something that a rank has left.
+A *keeper* outlives the ranks that have started it. It is known by what only it has: the listening socket at an address
+in a folder that only this user can enter, in a session whose leader has gone, and by running the keeper's program. A
+rank that is about to start a keeper has that socket too, for a moment, and so have processes that it forks in this
+moment; but they run the rank's program. A *writer of spans* outlives the ranks by a second or two, to write down what
+they did last, and ends by itself. It is known likewise, by its program and the lock that it holds open.
 """
 
 from __future__ import annotations
@@ -42,16 +41,14 @@ from phalanx.checkpoint.keeper.keeper_start import VARIABLE, ensure_keeper
 from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.core.errors import UserError
 from phalanx.core.host import PROC
-from phalanx.ipc.processes import STOP_SIGNALS, Process, descendants, name_process, processes, read_process
+from phalanx.ipc.processes import Process, descendants, name_process, processes, read_process, send
+from phalanx.ipc.stop_request import STOP_SIGNALS
 from phalanx.run.executor.control_groups import (
     ByGroup,
     ByNamespace,
     BySubreaper,
-    Group,
-    Way,
+    Containment,
     homes,
-    strike,
-    until_killed,
 )
 from phalanx.run.executor.system_calls import (
     become_subreaper,
@@ -60,7 +57,9 @@ from phalanx.run.executor.system_calls import (
     die_with,
     mount_own_proc,
     unshare_pids,
+    until_gone,
 )
+from phalanx.telemetry.writer_place import LOCK, MEMORY, PROGRAM, rings_base
 
 _FORWARDED = (*STOP_SIGNALS, signal.SIGHUP)
 
@@ -86,12 +85,18 @@ def run_below(serve: Callable[[], int], after: Callable[[], None], *, in_namespa
         unshare_pids()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    # Until the child has its own handlers, and this process those that pass signals on, none may get lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     parent = 0 if in_namespace else os.getpid()
     child = os.fork()
     if child == 0:
         _be_executor(serve, parent, before, in_namespace)
-    handlers = {number: signal.signal(number, lambda number, _: _pass_on(child, number)) for number in _FORWARDED}
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    handlers = {number: signal.signal(number, pass_on) for number in _FORWARDED}
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -124,12 +129,8 @@ def _be_executor(serve: Callable[[], int], parent: int, mask: set[int | signal.S
         os._exit(status)  # the frames above are the guard's
 
 
-def _pass_on(child: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(child, number)
-
-
-_PROGRAM = b"phalanx.checkpoint.keeper.main"
+_KEEPER = b"phalanx.checkpoint.keeper.main"
+_WRITER = PROGRAM.encode()
 _LISTENS = 1 << 16  # __SO_ACCEPTCON, as /proc/net/unix shows it
 
 
@@ -139,40 +140,54 @@ def keepers_among(table: Mapping[int, Process], environ: Mapping[str, str]) -> s
     Args:
         environ: of the job, which may say where its keepers listen.
     """
-    detached = [pid for pid, process in table.items() if _is_detached(process) and _runs_keeper(pid)]
-    inodes = _listening(environ) if detached else set()
-    found = {pid for pid in detached if inodes and inodes & _sockets(pid)}
-    return found | descendants(table, found)
-
-
-def _is_detached(process: Process) -> bool:
-    """Whether it is in a session whose leader has gone."""
-    if process.session == process.pid:
-        return False
-    leader = read_process(process.session)
-    return leader is None or not leader.is_alive
-
-
-def _runs_keeper(pid: int) -> bool:
-    """Whether it was started as a keeper is: not enough to be one, for anybody can be started so."""
-    try:
-        return _PROGRAM in (PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def _listening(environ: Mapping[str, str]) -> set[str]:
-    """Inodes of the sockets that listen where keepers do."""
-    found = set()
+    detached = _detached(table, _KEEPER)
+    if not detached:
+        return set()
+    inodes = set()
     for line in (PROC / "net" / "unix").read_text(errors="replace").splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and int(fields[3], 16) & _LISTENS and _is_address(fields[7], environ):
-            found.add(fields[6])
+            inodes.add(fields[6])
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    found = {pid for pid in detached if sockets & _open_files(pid)}
+    return found | descendants(table, found)
+
+
+def writers_among(table: Mapping[int, Process]) -> set[int]:
+    """The processes of `table` that write spans, of runs of this user."""
+    bases = [rings_base(memory) for memory in (MEMORY, Path(tempfile.gettempdir()))]
+
+    def is_lock(target: str) -> bool:
+        path = Path(target.removesuffix(" (deleted)"))
+        return path.name == LOCK and any(path.parent.parent == base and _is_ours(base, 0o022) for base in bases)
+
+    return {pid for pid in _detached(table, _WRITER) if any(map(is_lock, _open_files(pid)))}
+
+
+def _detached(table: Mapping[int, Process], program: bytes) -> set[int]:
+    """Those that run a program in a session whose leader has gone."""
+    found = set()
+    for pid, process in table.items():
+        if process.session == pid or ((leader := read_process(process.session)) is not None and leader.is_alive):
+            continue
+        with suppress(OSError):
+            # Its program is not enough, for anybody can be started so.
+            if program in (PROC / str(pid) / "cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def _open_files(pid: int) -> set[str]:
+    found = set()
+    with suppress(OSError):
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                found.add(str(link.readlink()))
     return found
 
 
 def _is_address(path: str, environ: Mapping[str, str]) -> bool:
-    """Whether it is one that `phalanx.checkpoint.keeper.keeper_start.address_for` could give to this user."""
+    # See `phalanx.checkpoint.keeper.keeper_start.address_for`: what it could give to this user.
     address = Path(path)
     given = environ.get(VARIABLE)
     if given and address == Path(given).absolute():
@@ -190,23 +205,12 @@ def _is_ours(folder: Path, forbidden: int) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & forbidden
 
 
-def _sockets(pid: int) -> set[str]:
-    """Inodes of the sockets that a process has open."""
-    found = set()
-    with suppress(OSError):
-        for link in (PROC / str(pid) / "fd").iterdir():
-            with suppress(OSError):
-                target = str(link.readlink())
-                if target.startswith("socket:["):
-                    found.add(target[8:-1])
-    return found
-
-
 WAYS = ("cgroup", "pid-namespace", "subreaper")
 """In order of preference. A control group comes first, although a namespace is as tight: scripts do not notice it,
 while in a namespace process ids are others than the host's, and than those that devices report."""
 
 _GUARD_S = 30.0
+_LOOK_S = 0.05  # between two looks for what is left
 
 Release = Callable[[Set[int], float], Sequence[str]]
 """Waits until devices have taken back what these processes held, at most so many seconds; says what they have not."""
@@ -214,38 +218,25 @@ Release = Callable[[Set[int], float], Sequence[str]]
 
 @dataclass(frozen=True)
 class Killed:
-    """What has been killed.
-
-    Attributes:
-        pids: who was.
-        stuck: who has not gone: the kernel does not let go of it.
-        words: about each of these, for people.
-        held: what devices have not taken back, for people.
-    """
+    """What has been killed."""
 
     pids: list[int]
-    stuck: list[int]
-    words: list[str]
-    held: list[str]
+    stuck: list[int]  # of these, what has not gone: the kernel does not let go of it
+    words: list[str]  # about each of the stuck, for people
+    held: list[str]  # what devices have not taken back, for people
     seconds: float
 
 
 @dataclass
 class Reaper:
-    """Ends processes. May be used from several threads.
+    """Ends processes. May be used from several threads. `environ`: of the job: where its keepers listen."""
 
-    Args:
-        way: how processes are held together.
-        environ: of the job: where its keepers listen.
-        release: see `Release`; None: there is no device to wait for.
-    """
-
-    way: Way
+    containment: Containment
     environ: Mapping[str, str]
     release: Release | None = None
     _roots: dict[int, int] = field(default_factory=dict)  # and when each began, for numbers are given out again
     _own: dict[int, subprocess.Popen] = field(default_factory=dict)
-    _turn: threading.RLock = field(default_factory=threading.RLock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def contain(self, pid: int) -> None:
         """Hold a child of this process, the root of an attempt's processes, before it starts anything.
@@ -253,8 +244,8 @@ class Reaper:
         Raises:
             OSError: it is gone, or cannot be held.
         """
-        with self._turn:
-            self.way.contain(pid)
+        with self._lock:
+            self.containment.contain(pid)
             process = read_process(pid)
             if process is None:
                 raise ProcessLookupError(f"process {pid} is gone")
@@ -262,10 +253,10 @@ class Reaper:
 
     def helper(self, start: Callable[[], subprocess.Popen]) -> subprocess.Popen:
         """Start a child that is the executor's own: it is never killed here, nor is what it starts."""
-        with self._turn:
+        with self._lock:
             process = start()
             self._own = {pid: other for pid, other in self._own.items() if other.returncode is None}
-            self._own[process.pid] = process
+            self._own[process.pid] = process  # under the lock: nothing is killed between its start and this
             return process
 
     def end_attempt(self, within_s: float) -> Killed:
@@ -281,14 +272,14 @@ class Reaper:
 
     def left(self) -> set[int]:
         """What is held and runs, without roots and keepers."""
-        with self._turn:
-            members = self.way.members(self._helpers())
+        with self._lock:
+            members = self.containment.members(self._helpers())
             return members - self._spared(members, spare_roots=True)
 
     def reap(self) -> None:
         """Let ended orphans go that have become children of this process; to be called now and then."""
-        with self._turn:
-            mine = self._known_roots() | self._own.keys()  # whoever has started these waits for them
+        with self._lock:
+            mine = self._known_roots() | self._own.keys()  # these are waited for by what has started them
             for process in children_of_this():
                 if process.state == "Z" and process.pid not in mine:
                     with suppress(ChildProcessError):
@@ -296,19 +287,38 @@ class Reaper:
 
     def _end(self, within_s: float, *, spare_roots: bool) -> Killed:
         begin_s = time.monotonic()
-        killed, stuck = until_killed(lambda: self._strike(spare_roots), within_s)
+        killed: set[int] = set()
+        while True:
+            with self._lock:
+                victims = self._strike(spare_roots=spare_roots)
+            killed |= victims
+            left_s = begin_s + within_s - time.monotonic()
+            if not victims or left_s <= 0:
+                break
+            until_gone(victims, min(_LOOK_S, left_s))
         self.reap()
+        # A device whose driver has not let go of the dead would fail the next attempt.
         left_s = max(0.0, begin_s + within_s - time.monotonic())
         held = list(self.release(killed, left_s)) if self.release is not None and killed else []
-        words = [describe(pid) for pid in sorted(stuck)]
-        return Killed(sorted(killed), sorted(stuck), words, held, time.monotonic() - begin_s)
+        words = [describe(pid) for pid in sorted(victims)]
+        return Killed(sorted(killed), sorted(victims), words, held, time.monotonic() - begin_s)
 
-    def _strike(self, spare_roots: bool) -> set[int]:
-        with self._turn:
-            return strike(self.way, lambda pids: self._spared(pids, spare_roots=spare_roots), self._helpers())
+    def _strike(self, *, spare_roots: bool) -> set[int]:
+        """Kill once all that is held and not spared, while it holds still; returns that."""
+        # Even if nothing is seen: what forks and ends all the time is not, unless it stands still.
+        with self.containment.frozen(self._helpers()) as members:
+            safe = self._spared(members, spare_roots=spare_roots) & members
+            victims = members - safe
+            if victims and not self.containment.kill_rest(safe):
+                for pid in victims:
+                    process = read_process(pid)
+                    if process is not None:
+                        with suppress(PermissionError):
+                            send(process, signal.SIGKILL)
+        return victims
 
     def _known_roots(self) -> set[int]:
-        """Roots that are there still; the others are forgotten."""
+        # The others are forgotten: their numbers may be given to other processes.
         found = {pid: read_process(pid) for pid in self._roots}
         self._roots = {
             pid: process.started_ticks
@@ -318,25 +328,24 @@ class Reaper:
         return set(self._roots)
 
     def _spared(self, members: Set[int], *, spare_roots: bool) -> set[int]:
-        """Those of `members` that live: roots; and keepers, which are let out for good."""
+        """Those of `members` that live: roots; and keepers and writers of spans, which are let out for good."""
         found = (read_process(pid) for pid in members)
         table = {process.pid: process for process in found if process is not None}
-        keepers = keepers_among(table, self.environ)
-        for pid in keepers:
+        staying = keepers_among(table, self.environ) | writers_among(table)
+        for pid in staying:
             with suppress(OSError):
-                self.way.release(pid)
-        return (self._known_roots() & members if spare_roots else set()) | keepers
+                self.containment.release(pid)
+        return (self._known_roots() & members if spare_roots else set()) | staying
 
     def _helpers(self) -> set[int]:
         own = {pid for pid, process in self._own.items() if process.returncode is None}
         return own | descendants(processes(), own) if own else own
 
 
-def choose_way(report: Callable[[str], None], *, name: str, ways: Sequence[str] = WAYS) -> Way:
-    """Choose how to hold processes together, by what the host allows, and say which and why.
+def choose_containment(report: Callable[[str], None], *, name: str, ways: Sequence[str] = WAYS) -> Containment:
+    """Choose how to hold processes together, by what the host allows, and say which way and why.
 
     Args:
-        report: gets the line for people.
         name: of the job and the host. What an executor of this name has left behind, if it and its guard were killed,
             is taken over where control groups are used.
         ways: which may be chosen, in order.
@@ -350,15 +359,15 @@ def choose_way(report: Callable[[str], None], *, name: str, ways: Sequence[str] 
     if unknown or not ways:
         raise UserError("not ways of holding processes", cure=f"choose from {', '.join(WAYS)}", value=list(ways))
     problems: list[str] = []
-    for wanted in ways:
+    for way in ways:
         try:
-            way = _open(wanted, name)
+            containment = _open(way, name)
         except OSError as error:
-            problems.append(f"{wanted}: {error}")
+            problems.append(f"{way}: {error}")
             continue
-        way.reason = f"processes are held by {wanted}" + (f" ({'; '.join(problems)})" if problems else "")
-        report(way.reason)
-        return way
+        containment.reason = f"processes are held by {way}" + (f" ({'; '.join(problems)})" if problems else "")
+        report(containment.reason)
+        return containment
     raise UserError(
         f"none of the ways to hold processes works here ({'; '.join(problems)})",
         cure="allow 'subreaper', which needs no rights",
@@ -367,7 +376,7 @@ def choose_way(report: Callable[[str], None], *, name: str, ways: Sequence[str] 
 
 
 def run_guarded(
-    way: Way,
+    containment: Containment,
     serve: Callable[[Reaper], int],
     *,
     environ: Mapping[str, str],
@@ -380,15 +389,11 @@ def run_guarded(
     To be called while there is one thread, early: the new process is a fork of this one.
 
     Args:
-        way: from `choose_way`.
-        serve: the executor.
-        environ: of the job; see `Reaper`.
-        release: see `Reaper`.
         keeper: where the job's keeper listens. It is started here when the executor has a PID namespace, for inside of
             that it would end with the executor.
         report: gets a line about each process that could not be ended.
     """
-    in_namespace = isinstance(way, ByNamespace)
+    in_namespace = isinstance(containment, ByNamespace)
     if in_namespace and keeper is not None:
         try:
             ensure_keeper(keeper, environ=environ)
@@ -396,46 +401,37 @@ def run_guarded(
             report(f"no keeper outlives this executor: {error}")
 
     def after() -> None:
-        for rest in (BySubreaper(),) if in_namespace else (way, BySubreaper()):  # helpers of the executor are left too
+        # As a subreaper too: helpers of the executor are in no group, and are left as well.
+        for rest in (BySubreaper(),) if in_namespace else (containment, BySubreaper()):
             for words in Reaper(rest, environ).end_all(_GUARD_S).words:
                 report(f"not ended: {words}")
-        way.close()
+        containment.close()
 
-    way_inside = Reaper(way, environ, release)
-    return run_below(lambda: serve(way_inside), after, in_namespace=in_namespace)
+    reaper = Reaper(containment, environ, release)
+    return run_below(lambda: serve(reaper), after, in_namespace=in_namespace)
 
 
-def _open(wanted: str, name: str) -> Way:
-    """Make a way ready.
-
-    Raises:
-        OSError: the host does not allow it.
-    """
-    if wanted == "subreaper":
+def _open(way: str, name: str) -> Containment:
+    if way == "subreaper":
         return BySubreaper()
-    if wanted == "pid-namespace":
+    if way == "pid-namespace":
         _try_namespace()
         return ByNamespace()
     problems = []
     for home in homes():
         try:
-            group = Group(home, f"{name}-{os.geteuid()}")
+            containment = ByGroup(home, f"{name}-{os.geteuid()}")
         except OSError as error:
             problems.append(f"version {home.version}: {error}")
             continue
-        leftover = ByGroup(group)
-        Reaper(leftover, os.environ).end_all(_GUARD_S)
-        return leftover
+        Reaper(containment, os.environ).end_all(_GUARD_S)  # what an executor of this name has left
+        return containment
     raise OSError("; ".join(problems) or "no hierarchy of control groups is mounted")
 
 
 def _try_namespace() -> None:
-    """See in processes that end again whether a namespace can be made here.
-
-    Raises:
-        OSError: it cannot.
-    """
-    ready, told = os.pipe()
+    """See in processes that end again whether a namespace can be made here; raises OSError where it cannot."""
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -447,11 +443,11 @@ def _try_namespace() -> None:
                 os._exit(0)
             status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
         except OSError as error:
-            os.write(told, str(error).encode())
+            os.write(writing, str(error).encode())
         finally:
             os._exit(status)
-    os.close(told)
-    with os.fdopen(ready, "rb") as words:
+    os.close(writing)
+    with os.fdopen(reading, "rb") as words:
         problem = words.read().decode()
     if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
         raise OSError(problem or "the process that tried it failed")

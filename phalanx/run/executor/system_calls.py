@@ -1,9 +1,4 @@
-"""System calls that Python has no function for, and children: signals that cannot hit a wrong one, waiting for ends.
-
-The few system calls that Python has no function for. Linux only.
-
-Children of this process, signals that cannot hit a wrong one, and waiting for ends. Linux only.
-"""
+"""System calls without a function in Python, waiting for ends. Linux only."""
 
 from __future__ import annotations
 
@@ -44,16 +39,12 @@ def die_with(parent: int) -> None:
         parent: what `os.getppid` gives while the parent lives: 0 for one outside of a PID namespace.
     """
     _check(_libc().prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it went before the kernel was told
+    if os.getppid() != parent:  # it went before this call
         os._exit(1)
 
 
 def unshare_pids() -> None:
-    """The next child of this process is the init of a new PID namespace.
-
-    Raises:
-        OSError: that is not permitted.
-    """
+    """The next child of this process is the init of a new PID namespace. Raises OSError: that is not permitted."""
     _check(_libc().unshare(_CLONE_NEWPID), "unshare(CLONE_NEWPID)")
 
 
@@ -90,22 +81,6 @@ def children_of_this() -> list[Process]:
         return [process for process in processes().values() if process.parent == os.getpid()]
     found = (read_process(pid) for pid in pids)
     return [process for process in found if process is not None]
-
-
-def send(process: Process, number: int) -> None:
-    """Send a signal to this very process, never to one that has been given its number since; nothing where it is gone.
-
-    Raises:
-        PermissionError: it belongs to somebody else.
-    """
-    with suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            now = read_process(process.pid)
-            if now is not None and now.started_ticks == process.started_ticks:
-                signal.pidfd_send_signal(descriptor, number)
-        finally:
-            os.close(descriptor)
 
 
 def until_gone(pids: Collection[int], within_s: float) -> None:

@@ -1,13 +1,10 @@
-"""Reports of incidents and their evidence, kept on disk as they grow, and completed out of the journal after a crash.
+"""Reports of incidents and their evidence, kept on disk as they grow, in a thread: no disk makes the driver wait.
 
-What executors know of ranks, as text for files beside the page: bounded, and without secrets.
+Evidence, which executors have of their ranks, becomes text in files beside the page: bounded, and without secrets.
 
-Reports out of the journal: what a driver wrote down and then could not put into its reports.
-
-Everything that is decided stands in the journal before anybody is told of it. A driver that dies in between leaves
-reports that lack it, and the next one, whose decisions begin where those ended, does not say it again.
-
-Keeps the reports of incidents on disk as they grow, in a thread: no disk makes the driver wait.
+All decisions stand in the journal before they are reported. A driver that dies in between leaves reports that lack
+some, and the next one, whose decisions begin where those ended, does not report them again: so it completes reports
+from the journal.
 """
 
 from __future__ import annotations
@@ -27,14 +24,14 @@ from msgspec.structs import replace
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
 from phalanx.run.clock import Now
-from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, Finish, OpenIncident
-from phalanx.run.decide.decide import action_from_json
+from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, Finish, KeepDetection, OpenIncident
 from phalanx.run.incidents import report
+from phalanx.run.incidents.detections_file import DetectionsFile
 from phalanx.run.incidents.incident_pages import beside, load, store
 from phalanx.run.incidents.report import AnyFact, Incident, IncidentAction, Scrub
 from phalanx.run.journal import Entry
 from phalanx.run.logs.log_lines import strip_ansi
-from phalanx.run.messages import Evidence, RankEvidence, WorkerEnded
+from phalanx.run.messages import Evidence, WorkerEnded
 from phalanx.run.secrets import Token, scrub_text
 
 MOST_FILES = 24
@@ -48,12 +45,7 @@ _MOST_KEPT = 512
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A file beside the page.
-
-    Attributes:
-        name: of the file, such as ``rank-3.txt``.
-        matters: it is kept before others.
-    """
+    """A file beside the page, such as ``rank-3.txt``; `matters`: it is kept before others."""
 
     name: str
     text: str
@@ -61,7 +53,7 @@ class Exhibit:
 
 
 def of_end(host: str, ended: WorkerEnded, scrub: Scrub) -> Exhibit:
-    """The last words of a rank."""
+    """The last lines of a rank."""
     about = f"rank {ended.rank} on {host}, attempt {ended.attempt}: {ended.summary or 'it said nothing'}"
     text = f"{about}\nexit code {ended.code}, at step {ended.step}\n\n{ended.text}".rstrip()
     return Exhibit(f"rank-{ended.rank}.txt", _clean(text, scrub) + "\n", matters=not ended.follows)
@@ -70,22 +62,19 @@ def of_end(host: str, ended: WorkerEnded, scrub: Scrub) -> Exhibit:
 def of_evidence(host: str, evidence: Evidence, scrub: Scrub) -> Exhibit:
     """What a host has gathered of its ranks: stacks, and what the kernel said."""
     parts = [f"{host}, attempt {evidence.attempt}, gathered in {evidence.seconds:.2f} s"]
-    parts += [_of_rank(rank) for rank in evidence.ranks]
+    for rank in evidence.ranks:
+        known = [f"process state {rank.state}"] if rank.state else []
+        known += [f"phase {rank.phase}"] if rank.phase else []
+        known += [f"step {rank.step}"] if rank.step >= 0 else []
+        known += [f"{rank.cpu_s:.1f} s of CPU time"] if rank.cpu_s > 0 else []
+        known += [rank.note] if rank.note else []
+        silent = "did not answer; " if rank.is_silent else ""
+        stacks = rank.stacks[:_RANK_CHARS] or "no stacks"
+        record = f"\nflight record:\n{rank.flight_record[:_RANK_CHARS]}" if rank.flight_record else ""
+        parts.append(f"rank {rank.rank}: {silent}{', '.join(known) or 'nothing is known'}\n{stacks}{record}")
     if evidence.kernel_lines:
         parts.append("\n".join(["kernel log:", *evidence.kernel_lines[-_KERNEL_LINES:]]))
     return Exhibit(f"{_file_name(host)}.txt", _clean("\n\n".join(parts), scrub) + "\n")
-
-
-def _of_rank(rank: RankEvidence) -> str:
-    known = [f"process state {rank.state}"] if rank.state else []
-    known += [f"phase {rank.phase}"] if rank.phase else []
-    known += [f"step {rank.step}"] if rank.step >= 0 else []
-    known += [f"{rank.cpu_s:.1f} s of CPU time"] if rank.cpu_s > 0 else []
-    known += [rank.note] if rank.note else []
-    silent = "did not answer; " if rank.is_silent else ""
-    stacks = rank.stacks[:_RANK_CHARS] or "no stacks"
-    record = f"\nflight record:\n{rank.flight_record[:_RANK_CHARS]}" if rank.flight_record else ""
-    return f"rank {rank.rank}: {silent}{', '.join(known) or 'nothing is known'}\n{stacks}{record}"
 
 
 def _clean(text: str, scrub: Scrub) -> str:
@@ -99,7 +88,7 @@ def _file_name(host: str) -> str:
 
 
 class Exhibits:
-    """Those of the present attempt, that an incident may want."""
+    """Those of the present attempt that an incident may need."""
 
     def __init__(self) -> None:
         self._attempt = self._over = 0
@@ -108,7 +97,7 @@ class Exhibits:
         self._written: set[str] = set()
 
     def add(self, attempt: int, exhibit: Exhibit) -> None:
-        """Keep it; a newer attempt's takes the place of all, and of one that is over nothing is kept."""
+        """Keep it; a newer attempt's replaces all, and of one that is over nothing is kept."""
         if attempt > self._attempt:
             self.clear()
             self._attempt = attempt
@@ -148,7 +137,7 @@ _MARK = '-incident"'
 """In every entry that tells of one: of many thousands of entries few have to be decoded."""
 
 
-def told(entries: Iterable[Entry], before_epoch: int) -> Iterator[tuple[IncidentAction, float]]:
+def earlier_decisions(entries: Iterable[Entry], before_epoch: int) -> Iterator[tuple[IncidentAction, float]]:
     """What drivers before the present one decided about incidents, and when.
 
     Args:
@@ -159,20 +148,12 @@ def told(entries: Iterable[Entry], before_epoch: int) -> Iterator[tuple[Incident
         if entry.kind != "action" or entry.epoch >= before_epoch or _MARK not in entry.json_text:
             continue
         try:
-            action = action_from_json(entry.json_text)
+            action = msgspec.json.decode(entry.json_text, type=Action)
         except msgspec.DecodeError as error:  # of another version; the job goes on without this line of a report
             _log.warning("entry %d of the journal is not understood: %s", entry.sequence, error)
             continue
         if isinstance(action, OpenIncident | AddToIncident | CloseIncident):
             yield action, entry.unix_s
-
-
-def reports(told: Iterable[tuple[IncidentAction, float]], job: str, scrub: Scrub) -> dict[int, Incident]:
-    """The reports that follow from it, by number; evidence is not among it."""
-    found: dict[int, Incident] = {}
-    for action, unix_s in told:
-        found[action.number] = report.after(found.get(action.number), action, job, unix_s, scrub)
-    return found
 
 
 def completed(stored: Incident | None, journalled: Incident) -> Incident | None:
@@ -193,11 +174,8 @@ def completed(stored: Incident | None, journalled: Incident) -> Incident | None:
 
 
 def _is_same(one: AnyFact, other: AnyFact) -> bool:
-    """Of the same event.
-
-    By its time, since a driver that knows of other secrets hides other words; or by its words, since what a driver does
-    at its start is told a little later than it is written down.
-    """
+    # By its time, since a driver that knows of other secrets hides other words; or by its words, since what a driver
+    # does at its start is reported a little later than it is written down.
     if type(one) is not type(other):
         return False
     return one.unix_s == other.unix_s or replace(one, unix_s=0.0) == replace(other, unix_s=0.0)
@@ -209,43 +187,42 @@ RETRY_S = 5.0
 _MOST_WAITING = 1024
 """Of what only explains; decisions are always taken."""
 
-Stored = Callable[[Incident, Path], None]
-"""Is told, in the keeper's thread, of a report that has begun or ended and is stored, and of its page."""
 
-
-class LastWords(NamedTuple):
-    """What a rank wrote last, for those who have not seen it."""
+class LastLines(NamedTuple):
+    """What a rank wrote last, for people who have not seen it."""
 
     rank: int
     text: str
 
 
-def _nobody(incident: Incident, page: Path) -> None:
-    pass
-
-
-class Keeper:
+class ReportKeeper:
     """Page and JSON of each incident, stored anew when something has been added.
 
     After a restart of the driver an incident that is open goes on from what is stored, once `recall` has completed it.
 
     Args:
-        run_folder: of the job.
-        job: its name.
         known: secrets that are taken out wherever they stand.
-        stored: is told when an incident begins and when it has ended.
+        stored: called in this object's thread with a report that has begun or ended and is stored, and its page.
 
     Attributes:
         problem: why the last report could not be stored; empty: it was.
     """
 
-    def __init__(self, run_folder: Path, job: str, known: Iterable[Token | str] = (), stored: Stored = _nobody) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        job: str,
+        known: Iterable[Token | str] = (),
+        stored: Callable[[Incident, Path], None] = lambda incident, page: None,
+    ) -> None:
         self._folder, self._job, self._known, self._stored = run_folder, job, tuple(known), stored
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._exhibits = Exhibits()
+        self._detections = DetectionsFile(run_folder)
+        self._late: set[int] = set()  # reports that something was added to when they were over
         self._open: dict[int, Incident] = {}
-        self._unsaved: dict[int, bool] = {}  # and whether it has to be told of
-        self._last_words: WorkerEnded | None = None
+        self._unsaved: dict[int, bool] = {}  # and whether `stored` is to be called
+        self._last_ended: WorkerEnded | None = None
         self.problem = ""
         self._thread = threading.Thread(target=self._work, name="incidents", daemon=True)
         self._thread.start()
@@ -253,44 +230,41 @@ class Keeper:
     # On the driver's loop
 
     def tell(self, action: Action, at: Now) -> None:
-        """Take what an action says of an incident."""
+        """Take in an action about an incident."""
         if isinstance(action, OpenIncident | AddToIncident | CloseIncident):
             self._waiting.put(lambda: self._take(action, at.unix_s))
+        elif isinstance(action, KeepDetection):
+            self._waiting.put(lambda: self._detections.add(action, self._scrub))
 
-    def recall(self, told: Sequence[tuple[IncidentAction, float]]) -> None:
-        """Complete what is stored by what earlier drivers wrote down (see `recall.told`); before anything else."""
-        self._waiting.put(lambda: self._recall(told))
+    def recall(self, decisions: Sequence[tuple[IncidentAction, float]]) -> None:
+        """Complete what is stored by `earlier_decisions`; before anything else."""
+        self._waiting.put(lambda: self._recall(decisions))
 
     def heard(self, host: str, message: Evidence | WorkerEnded, at: Now) -> None:
         """Take what may explain a fault; with very much of it some is left out."""
         if isinstance(message, WorkerEnded):
             if message.by_us or (message.kind == "returned" and message.code == 0):
                 return
-            self._remember(message)
+            # Of one attempt the first rank that speaks for itself; of several that report the same, the lowest.
+            last = self._last_ended
+            is_new = last is None or message.attempt > last.attempt or (last.follows and not message.follows)
+            is_alike = last is not None and (message.attempt, message.summary) == (last.attempt, last.summary)
+            if is_new or (last is not None and is_alike and message.rank < last.rank):
+                self._last_ended = message
         if self._waiting.qsize() < _MOST_WAITING:
             self._waiting.put(lambda: self._explain(host, message))
 
-    def last_words(self, finish: Finish) -> LastWords | None:
-        """What the rank said whose fault ended the job: its traceback, or its last lines; None: nothing is known."""
-        ended = self._last_words
+    def last_lines(self, finish: Finish) -> LastLines | None:
+        """The traceback or last lines of the rank whose fault ended the job; None: nothing is known."""
+        ended = self._last_ended
         if ended is None or finish.status not in (1, 2) or not ended.text:
             return None
-        return LastWords(ended.rank, self._scrub(f"rank {ended.rank} has ended with this:\n{ended.text.rstrip()}"))
+        return LastLines(ended.rank, self._scrub(f"rank {ended.rank} has ended with this:\n{ended.text.rstrip()}"))
 
     def close(self, within_s: float = 5.0) -> None:
         """Store what is waiting, and end; blocks for so long at most."""
         self._waiting.put(None)
         self._thread.join(within_s)
-
-    def _remember(self, ended: WorkerEnded) -> None:
-        """Of one attempt the first rank that speaks of itself; of several that say the same, the lowest."""
-        last = self._last_words
-        if last is None or ended.attempt > last.attempt or (last.follows and not ended.follows):
-            self._last_words = ended
-            return
-        is_alike = ended.attempt == last.attempt and ended.summary == last.summary
-        if is_alike and ended.rank < last.rank:
-            self._last_words = ended
 
     # In the thread
 
@@ -321,26 +295,28 @@ class Keeper:
             self._exhibits.want(action.where.host)
         incident = report.after(before, action, self._job, unix_s, self._scrub)
         is_news = not isinstance(action, AddToIncident) and incident is not before
+        if before is not None and before.outcome is not None:
+            self._late.add(action.number)
         self._open[action.number] = incident
         self._unsaved[action.number] = is_news or self._unsaved.get(action.number, False)
         if incident.outcome is not None:  # what is heard after this belongs to the next one
             self._store(action.number)
 
-    def _recall(self, told: Sequence[tuple[IncidentAction, float]]) -> None:
+    def _recall(self, decisions: Sequence[tuple[IncidentAction, float]]) -> None:
         """Store at once what is missing: nothing that is heard from now on belongs to what is over."""
-        for number, journalled in reports(told, self._job, self._scrub).items():
+        found: dict[int, Incident] = {}
+        for action, unix_s in decisions:
+            found[action.number] = report.after(found.get(action.number), action, self._job, unix_s, self._scrub)
+        for number, journalled in found.items():
             stored = self._so_far(number)
             incident = completed(stored, journalled)
             if incident is None:
                 continue
-            self._open[number] = replace(incident, evidence=self._evidence_of(incident))
+            # With the files that were written before a page named them.
+            there = sorted(path.name for path in beside(self._folder, number).glob("*.txt"))
+            self._open[number] = replace(incident, evidence=list(dict.fromkeys([*incident.evidence, *there])))
             self._unsaved[number] = stored is None or incident.outcome is not None
             self._store(number)
-
-    def _evidence_of(self, incident: Incident) -> list[str]:
-        """With the files that were written before a page named them."""
-        there = sorted(path.name for path in beside(self._folder, incident.number).glob("*.txt"))
-        return list(dict.fromkeys([*incident.evidence, *there]))
 
     def _explain(self, host: str, message: Evidence | WorkerEnded) -> None:
         if isinstance(message, WorkerEnded):
@@ -360,7 +336,14 @@ class Keeper:
     def _store(self, number: int) -> None:
         incident = self._open[number]
         try:
-            incident = self._with_exhibits(incident)
+            names = list(incident.evidence)
+            # What is heard when a report is over belongs to the next one.
+            for exhibit in [] if number in self._late else self._exhibits.take(names):
+                path = beside(self._folder, number) / exhibit.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(path, exhibit.text.encode(errors="replace"))
+                names += [exhibit.name] if exhibit.name not in names else []
+            incident = replace(incident, evidence=names)
             page = store(self._folder, incident)
         except OSError as error:
             if not self.problem:
@@ -377,25 +360,16 @@ class Keeper:
         is_news = self._unsaved.pop(number)
         if incident.outcome is not None:
             del self._open[number]
+            if number in self._late:
+                self._late.discard(number)
+                return
             goes_on = incident.outcome.result == "false alarm"
             self._exhibits.clear(over=0 if goes_on else incident.attempt)
         if is_news:
-            self._tell_stored(incident, page)
-
-    def _tell_stored(self, incident: Incident, page: Path) -> None:
-        try:
-            self._stored(incident, page)
-        except Exception:  # whoever is told: reports are kept
-            _log.exception("incident %d is stored, and could not be told of", incident.number)
-
-    def _with_exhibits(self, incident: Incident) -> Incident:
-        names = list(incident.evidence)
-        for exhibit in self._exhibits.take(names):
-            path = beside(self._folder, incident.number) / exhibit.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, exhibit.text.encode(errors="replace"))
-            names += [exhibit.name] if exhibit.name not in names else []
-        return replace(incident, evidence=names)
+            try:
+                self._stored(incident, page)
+            except Exception:  # whatever it does: reports are kept
+                _log.exception("incident %d is stored, and could not be told of", incident.number)
 
     def _scrub(self, text: str) -> str:
         return scrub_text(text, self._known)

@@ -1,9 +1,4 @@
-"""Pages of incidents as Markdown and HTML, and where they are stored.
-
-An incident as one page for people, as Markdown or HTML.
-
-Where incidents are kept: ``incidents/0003.md`` and ``0003.json`` in the folder of the run.
-"""
+"""An incident as one page for people, in Markdown or HTML, and where it is stored: ``incidents/0003.md``, ``.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
@@ -34,39 +29,26 @@ _SPECIAL = re.compile(r"([\\`*\[\]|~])")
 _AT_START = re.compile(r"^(\d*)([#+=\-.)])(?=[\s#=-]|$)")
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows under heads; columns whose head ends with a colon are numbers."""
-
-    heads: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class Section:
+class _Section(NamedTuple):
     """A heading with a table, or with paragraphs; several of them are a list."""
 
     title: str
-    table: Table | None = None
-    texts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Page:
-    """What both forms show."""
-
-    title: str
-    intro: str
-    sections: list[Section]
+    # Of the table's columns; those whose head ends with a colon are numbers; empty: no table.
+    heads: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    texts: Sequence[str] = ()
 
 
 def to_markdown(incident: Incident) -> str:
-    """One page of Markdown, in which nothing of what hosts and ranks said is markup."""
-    page = lay_out(incident)
-    lines = [f"# {_plain(page.title)}", "", _plain(page.intro)]
-    for section in page.sections:
+    """One page of Markdown, in which nothing that hosts and ranks reported is markup."""
+    lines = [f"# {_plain(_title(incident))}", "", _plain(_intro(incident))]
+    for section in _sections(incident):
         lines += ["", f"## {section.title}", ""]
-        lines += _markdown_table(section.table) if section.table else []
+        if section.heads:
+            heads = [head.removesuffix(":") for head in section.heads]
+            marks = ["---:" if head.endswith(":") else "---" for head in section.heads]
+            lines += [f"| {' | '.join(heads)} |", f"|{'|'.join(marks)}|"]
+            lines += [f"| {' | '.join(map(_plain, row))} |" for row in section.rows]
         mark = "- " if len(section.texts) > 1 else ""
         lines += [f"{mark}{_plain(text)}" for text in section.texts]
     return "\n".join(lines) + "\n"
@@ -74,11 +56,16 @@ def to_markdown(incident: Incident) -> str:
 
 def to_html(incident: Incident) -> str:
     """The same as an HTML article, escaped."""
-    page = lay_out(incident)
-    parts = [f"<h1>{_html(page.title)}</h1>", f"<p>{_html(page.intro)}</p>"]
-    for section in page.sections:
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{_html(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    parts = [f"<h1>{_html(_title(incident))}</h1>", f"<p>{_html(_intro(incident))}</p>"]
+    for section in _sections(incident):
         parts.append(f"<h2>{_html(section.title)}</h2>")
-        parts += _html_table(section.table) if section.table else []
+        if section.heads:
+            heads = [head.removesuffix(":") for head in section.heads]
+            parts += ["<table>", row(heads, "th"), *(row(cells, "td") for cells in section.rows), "</table>"]
         if len(section.texts) > 1:
             parts += ["<ul>", *(f"<li>{_html(text)}</li>" for text in section.texts), "</ul>"]
         else:
@@ -86,24 +73,15 @@ def to_html(incident: Incident) -> str:
     return "\n".join(["<article>", *parts, "</article>", ""])
 
 
-def lay_out(incident: Incident) -> Page:
-    """What stands on the page, and where."""
-    return Page(
-        f"Incident {incident.number}: {incident.title}",
-        _intro(incident),
-        [
-            _seen(incident),
-            _decided(incident),
-            _times(incident),
-            _lost(incident),
-            *_evidence(incident),
-            _to_do(incident),
-        ],
-    )
+def _title(incident: Incident) -> str:
+    return f"Incident {incident.number}: {incident.title}"
 
 
 def _intro(incident: Incident) -> str:
-    began = _date(incident.began_unix_s)
+    try:
+        began = datetime.fromtimestamp(incident.began_unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # of a clock that is beside itself
+        began = "at an unknown time,"
     outcome, seconds = incident.outcome, incident.seconds
     end = "It is still open."
     if outcome is not None and seconds is not None:
@@ -111,41 +89,61 @@ def _intro(incident: Incident) -> str:
     return f"Job {incident.job}, attempt {incident.attempt}, {began} UTC. {end}"
 
 
-def _seen(incident: Incident) -> Section:
+def _sections(incident: Incident) -> list[_Section]:
+    """What stands on the page, and where."""
+    sections = [_seen(incident), _decided(incident), _times(incident), _lost(incident)]
+    if incident.evidence:
+        more = len(incident.evidence) - _ITEMS
+        names = ", ".join(incident.evidence[:_ITEMS]) + (f" and {more} more" if more > 0 else "")
+        text = f"In the folder {incident.number:04d} beside this page: {names}"
+        sections.append(_Section("Evidence", texts=(text,)))
+    to_do = ["Wait: it is being dealt with."]
+    if incident.outcome is not None:
+        every = incident.outcome.to_do
+        to_do = [*every[:_ITEMS], *([f"and {len(every) - _ITEMS} more"] if len(every) > _ITEMS else [])]
+    return [*sections, _Section("What you should do", texts=to_do or ("Nothing.",))]
+
+
+def _seen(incident: Incident) -> _Section:
     facts = [fact for fact in incident.facts if isinstance(fact, Seen)]
     if not facts:
-        return Section("What was seen", texts=("Nothing was reported.",))
-    rows = _rows(facts, incident, lambda fact: (fact.by, _place(fact), fact.what + _at_step(fact)))
-    return Section("What was seen", Table(("after:", "by", "where", "what"), rows))
+        return _Section("What was seen", texts=("Nothing was reported.",))
+
+    def row(fact: Seen) -> tuple[str, ...]:
+        where = [*([fact.host] if fact.host else []), *([f"rank {fact.rank}"] if fact.rank >= 0 else [])]
+        return fact.by, ", ".join(where), fact.what + (f" (at step {fact.step})" if fact.step >= 0 else "")
+
+    return _Section("What was seen", ("after:", "by", "where", "what"), _rows(facts, incident, row))
 
 
-def _decided(incident: Incident) -> Section:
+def _decided(incident: Incident) -> _Section:
     facts = [fact for fact in incident.facts if isinstance(fact, Decided)]
     if not facts:
-        return Section("What was decided", texts=("Nothing." if incident.outcome else "Nothing yet.",))
+        return _Section("What was decided", texts=("Nothing." if incident.outcome else "Nothing yet.",))
 
     def row(fact: Decided) -> tuple[str, ...]:
-        who = "" if fact.by == "driver" else f" (by {fact.by})"
-        return f"{'advised only: ' if fact.advised else ''}{fact.what}{who}", fact.why
+        by = "" if fact.by == "driver" else f" (by {fact.by})"
+        return f"{'advised only: ' if fact.advised else ''}{fact.what}{by}", fact.why
 
-    return Section("What was decided", Table(("after:", "decision", "why"), _rows(facts, incident, row)))
+    return _Section("What was decided", ("after:", "decision", "why"), _rows(facts, incident, row))
 
 
-def _times(incident: Incident) -> Section:
+def _times(incident: Incident) -> _Section:
     facts = [fact for fact in incident.facts if isinstance(fact, Took)]
     if not facts:
-        return Section("Where the time went", texts=("No phase was timed.",))
+        return _Section("Where the time went", texts=("No phase was timed.",))
     longest = max(max(fact.seconds for fact in facts), 1e-9)
-    rows: list[tuple[str, ...]] = [
-        (fact.phase, f"{fact.seconds:.2f}", _bar(fact.seconds / longest)) for fact in facts[:_ROWS]
-    ]
+    rows: list[tuple[str, ...]] = []
+    for fact in facts[:_ROWS]:
+        share = fact.seconds / longest
+        rows.append((fact.phase, f"{fact.seconds:.2f}", "█" * round(_BAR_CHARS * share) if 0 < share <= 1 else ""))
     if len(rows) < len(facts):
         rows.append((f"{len(facts) - len(rows)} more", f"{sum(fact.seconds for fact in facts[_ROWS:]):.2f}", ""))
     rows.append(("together", f"{sum(fact.seconds for fact in facts):.2f}", ""))
-    return Section("Where the time went", Table(("phase", "seconds:", ""), rows))
+    return _Section("Where the time went", ("phase", "seconds:", ""), rows)
 
 
-def _lost(incident: Incident) -> Section:
+def _lost(incident: Incident) -> _Section:
     facts = [fact for fact in incident.facts if isinstance(fact, Lost)]
     texts = []
     for fact in facts[:_ITEMS]:
@@ -158,24 +156,7 @@ def _lost(incident: Incident) -> Section:
         texts.append("; ".join([*parts, *([fact.what] if fact.what else [])]) or "nothing")
     if len(facts) > _ITEMS:
         texts.append(f"and {len(facts) - _ITEMS} more")
-    return Section("What was lost", texts=tuple(texts) or ("Nothing that is known.",))
-
-
-def _evidence(incident: Incident) -> list[Section]:
-    if not incident.evidence:
-        return []
-    more = len(incident.evidence) - _ITEMS
-    names = ", ".join(incident.evidence[:_ITEMS]) + (f" and {more} more" if more > 0 else "")
-    return [Section("Evidence", texts=(f"In the folder {incident.number:04d} beside this page: {names}",))]
-
-
-def _to_do(incident: Incident) -> Section:
-    title = "What you should do"
-    if incident.outcome is None:
-        return Section(title, texts=("Wait: it is being dealt with.",))
-    to_do = incident.outcome.to_do
-    more = [f"and {len(to_do) - _ITEMS} more"] if len(to_do) > _ITEMS else []
-    return Section(title, texts=(*to_do[:_ITEMS], *more) or ("Nothing.",))
+    return _Section("What was lost", texts=texts or ("Nothing that is known.",))
 
 
 def _rows(facts: Sequence[F], incident: Incident, row: Callable[[F], tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -185,25 +166,6 @@ def _rows(facts: Sequence[F], incident: Incident, row: Callable[[F], tuple[str, 
         return rows
     width = len(rows[0]) - 2
     return [*rows[: _ROWS - 3], ("…", f"{len(rows) - _ROWS + 1} more", *[""] * width), *rows[-2:]]
-
-
-def _place(fact: Seen) -> str:
-    return ", ".join([*([fact.host] if fact.host else []), *([f"rank {fact.rank}"] if fact.rank >= 0 else [])])
-
-
-def _at_step(fact: Seen) -> str:
-    return f" (at step {fact.step})" if fact.step >= 0 else ""
-
-
-def _date(unix_s: float) -> str:
-    try:
-        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # of a clock that is beside itself
-        return "at an unknown time,"
-
-
-def _bar(share: float) -> str:
-    return "█" * round(_BAR_CHARS * share) if 0 < share <= 1 else ""
 
 
 def _s(seconds: float) -> str:
@@ -228,33 +190,12 @@ def _html(text: str) -> str:
     return escape_for_html(_line(text))
 
 
-def _markdown_table(table: Table) -> list[str]:
-    heads = [head.removesuffix(":") for head in table.heads]
-    marks = ["---:" if head.endswith(":") else "---" for head in table.heads]
-    rows = [heads, *([_plain(cell) for cell in row] for row in table.rows)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], f"|{'|'.join(marks)}|", *lines[1:]]
-
-
-def _html_table(table: Table) -> list[str]:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{_html(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    heads = [head.removesuffix(":") for head in table.heads]
-    return ["<table>", row(heads, "th"), *(row(cells, "td") for cells in table.rows), "</table>"]
-
-
 _NAME = re.compile(r"(\d+)\.json")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One line of a list of incidents.
-
-    Attributes:
-        result: as `Outcome` has it; ``open``; or ``unreadable``.
-        seconds: None: it has not ended.
-    """
+    """One line of a list of incidents; `result`: of the `IncidentOutcome`, ``open`` or ``unreadable``."""
 
     number: int
     began_unix_s: float
@@ -267,7 +208,7 @@ class Summary:
 
 
 def incidents_folder(run_folder: Path) -> Path:
-    """Where they are kept."""
+    """Of a run."""
     return run_folder / "incidents"
 
 
@@ -315,22 +256,15 @@ def listed(run_folder: Path) -> list[Summary]:
     folder = incidents_folder(run_folder)
     names = sorted(path.name for path in folder.glob("*.json"))
     numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
-    return [_summary(run_folder, number) for number in numbers]
-
-
-def _summary(run_folder: Path, number: int) -> Summary:
-    page = page_of(run_folder, number)
-    try:
-        incident = load(run_folder, number)
-    except UserError as error:
-        return Summary(number, 0.0, 0, str(error), "unreadable", None, 0, page)
-    return Summary(
-        number,
-        incident.began_unix_s,
-        incident.attempt,
-        incident.title,
-        incident.outcome.result if incident.outcome else "open",
-        incident.seconds,
-        incident.lost_steps,
-        page,
-    )
+    summaries = []
+    for number in numbers:
+        page = page_of(run_folder, number)
+        try:
+            incident = load(run_folder, number)
+        except UserError as error:
+            summaries.append(Summary(number, 0.0, 0, str(error), "unreadable", None, 0, page))
+            continue
+        result = incident.outcome.result if incident.outcome else "open"
+        began_s, attempt, seconds = incident.began_unix_s, incident.attempt, incident.seconds
+        summaries.append(Summary(number, began_s, attempt, incident.title, result, seconds, incident.lost_steps, page))
+    return summaries

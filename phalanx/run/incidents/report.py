@@ -1,9 +1,4 @@
-"""The report of an incident as a value: dated facts, and how the driver's decisions become facts.
-
-What is known of an incident: dated facts of a few kinds, in the order in which they came.
-
-What the driver decides about an incident becomes facts of its report.
-"""
+"""The report of an incident as a value: dated facts in the order in which they came, and how decisions become facts."""
 
 from __future__ import annotations
 
@@ -15,9 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.core.errors import UserError
-from phalanx.run.decide import escalation, transition
-from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
-from phalanx.run.decide.recovery import HELD_UP, LEFT
+from phalanx.run.decide import actions
+from phalanx.run.decide.actions import HELD_UP, LEFT, AddToIncident, CloseIncident, OpenIncident, Where, read_log
 
 VERSION = 1
 
@@ -25,32 +19,20 @@ Result = Literal["recovered", "gave up", "stopped", "advised", "false alarm"]
 
 
 class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Any of them.
-
-    Attributes:
-        unix_s: when it was, by the clock of whoever says so.
-    """
+    """Common to all facts; `unix_s`: when it was, by the clock of the process that reports it."""
 
     unix_s: float
 
 
 class Seen(Fact, frozen=True, tag="seen"):
-    """Somebody noticed something.
+    """Something was seen."""
 
-    Attributes:
-        by: who noticed, such as ``executor``, ``log rule nccl-timeout``, ``driver``.
-        what: such as ``killed by SIGKILL``.
-        host, rank: where; empty and -1: not at one place.
-        step: that the rank was at; -1: not known.
-        is_own: it is what is wrong with the attempt, and does not only follow from something else.
-    """
-
-    by: str
-    what: str
-    host: str = ""
+    by: str  # such as ``executor``, ``log rule nccl-timeout``, ``driver``
+    what: str  # such as ``killed by SIGKILL``
+    host: str = ""  # `host`, `rank`: where; empty and -1: not at one place
     rank: int = -1
-    step: int = -1
-    is_own: bool = False
+    step: int = -1  # that the rank was at; -1: not known
+    is_own: bool = False  # it is what is wrong with the attempt, and does not only follow from something else
 
     @property
     def place(self) -> str:
@@ -61,12 +43,7 @@ class Seen(Fact, frozen=True, tag="seen"):
 
 
 class Decided(Fact, frozen=True, tag="decided"):
-    """Somebody, mostly the driver, decided something.
-
-    Attributes:
-        by: who; a person's name where it was one.
-        advised: it was only said, not done.
-    """
+    """The driver, or a person (`by`), decided something; `advised`: it was not done."""
 
     what: str
     why: str
@@ -82,18 +59,12 @@ class Took(Fact, frozen=True, tag="took"):
 
 
 class Lost(Fact, frozen=True, tag="lost"):
-    """What has to be done again, or is gone.
+    """What has to be done again, or is gone."""
 
-    Attributes:
-        from_step, to_step: training was at the one and goes on from the other.
-        seconds: of all ranks' time together, as far as it is known; negative: it is not.
-        what: anything else that is gone, such as ``node-b``.
-    """
-
-    from_step: int = -1
+    from_step: int = -1  # `from_step`, `to_step`: training was at the one and goes on from the other
     to_step: int = -1
-    seconds: float = -1.0
-    what: str = ""
+    seconds: float = -1.0  # of all ranks' time together; negative: not known
+    what: str = ""  # anything else that is gone, such as ``node-b``
 
     @property
     def steps(self) -> int:
@@ -101,31 +72,19 @@ class Lost(Fact, frozen=True, tag="lost"):
         return max(self.from_step - self.to_step, 0) if self.to_step >= 0 else 0
 
 
-class Outcome(Fact, frozen=True, tag="outcome"):
-    """How it ended.
-
-    Attributes:
-        summary: in a few words, the title of the page, such as ``rank 5 was killed; restarted in place``.
-        to_do: what a person should do; empty: nothing.
-    """
+class IncidentOutcome(Fact, frozen=True, tag="outcome"):
+    """How it ended."""
 
     result: Result
-    summary: str
-    to_do: list[str] = []
+    summary: str  # title of the page, such as ``rank 5 was killed; restarted in place``
+    to_do: list[str] = []  # what a person should do
 
 
-AnyFact = Seen | Decided | Took | Lost | Outcome
+AnyFact = Seen | Decided | Took | Lost | IncidentOutcome
 
 
 class Incident(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One of them.
-
-    Attributes:
-        number: of the job's incidents, from 1.
-        attempt: in which it began.
-        facts: in order.
-        evidence: names of the files in the folder beside the page.
-    """
+    """One of a job's incidents, numbered from 1; `evidence`: names of the files in the folder beside the page."""
 
     number: int
     job: str
@@ -140,9 +99,9 @@ class Incident(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.facts[0].unix_s if self.facts else 0.0
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> IncidentOutcome | None:
         """How it ended; None: it has not yet."""
-        return next((fact for fact in reversed(self.facts) if isinstance(fact, Outcome)), None)
+        return next((fact for fact in reversed(self.facts) if isinstance(fact, IncidentOutcome)), None)
 
     @property
     def seconds(self) -> float | None:
@@ -156,7 +115,7 @@ class Incident(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def seen(self) -> list[Seen]:
-        """What was seen: first what is wrong by itself, then the rest; of each in order."""
+        """What was seen: first what is wrong by itself, then the rest."""
         return sorted((fact for fact in self.facts if isinstance(fact, Seen)), key=lambda fact: not fact.is_own)
 
     @property
@@ -193,10 +152,10 @@ def from_json(text: str | bytes) -> Incident:
 
 
 MOST_FACTS = 300
-"""Of a report; with very many hosts nobody reads what each of them has said."""
+"""Of a report; with very many hosts nobody reads what each of them has reported."""
 
 _FOR_DECISIONS = 50
-"""Of these are kept for what is decided after all hosts have spoken."""
+"""Of these are kept for what is decided after all hosts have reported."""
 
 PHASES = {
     "detecting": "detect",
@@ -222,58 +181,44 @@ def after(before: Incident | None, action: IncidentAction, job: str, unix_s: flo
     Args:
         before: the report so far; None: there is none, or its beginning was lost.
     """
-    if before is None and isinstance(action, OpenIncident):
-        return opened(action, job, unix_s, scrub)
-    incident = before or Incident(number=action.number, job=job, attempt=0, facts=[])
     match action:
+        case OpenIncident():
+            if before is not None:
+                return before
+            seen = _seen(action.seen_by, action.text, action.where, unix_s, scrub, is_own=action.is_own)
+            return Incident(number=action.number, job=job, attempt=action.attempt, facts=[seen])
         case AddToIncident():
-            return added(incident, action, unix_s, scrub)
+            incident = before or Incident(number=action.number, job=job, attempt=0, facts=[])
+            if len(incident.facts) >= MOST_FACTS - (0 if action.is_decision else _FOR_DECISIONS):
+                return incident
+            if action.is_decision:
+                fact: AnyFact = Decided(unix_s=unix_s, what=scrub(action.text), why=scrub(action.why), by=action.by)
+            else:
+                fact = _seen(action.by, action.text, action.where, unix_s, scrub, is_own=action.is_own)
+            # The same of the same moment is told once: a driver that was restarted performs it again.
+            return incident if fact in incident.facts else replace(incident, facts=[*incident.facts, fact])
         case CloseIncident():
-            return closed(incident, action, unix_s, scrub)
-    return incident
+            incident = before or Incident(number=action.number, job=job, attempt=0, facts=[])
+            return incident if incident.outcome is not None else _closed(incident, action, unix_s, scrub)
 
 
-def opened(action: OpenIncident, job: str, unix_s: float, scrub: Scrub) -> Incident:
-    """A report that begins."""
-    seen = _seen(action.seen_by, action.text, action.where, unix_s, scrub, is_own=action.is_own)
-    return Incident(number=action.number, job=job, attempt=action.attempt, facts=[seen])
-
-
-def added(incident: Incident, action: AddToIncident, unix_s: float, scrub: Scrub) -> Incident:
-    """The report with what was seen or decided since; the same of the same moment is told once."""
-    if len(incident.facts) >= MOST_FACTS - (0 if action.is_decision else _FOR_DECISIONS):
-        return incident
-    if action.is_decision:
-        fact: AnyFact = Decided(unix_s=unix_s, what=scrub(action.text), why=scrub(action.why), by=action.by)
-    else:
-        fact = _seen(action.by, action.text, action.where, unix_s, scrub, is_own=action.is_own)
-    return incident if fact in incident.facts else _with(incident, fact)
-
-
-def closed(incident: Incident, action: CloseIncident, unix_s: float, scrub: Scrub) -> Incident:
-    """The report with its end. What is closed already stays as it is."""
-    if incident.outcome is not None:
-        return incident
+def _closed(incident: Incident, action: CloseIncident, unix_s: float, scrub: Scrub) -> Incident:
     times = [
         Took(unix_s=incident.began_unix_s, phase=name, seconds=action.seconds[phase])
         for phase, name in PHASES.items()
         if phase in action.seconds
     ]
-    result = Outcome(
+    result = IncidentOutcome(
         unix_s=unix_s,
         result=action.result,
         summary=f"{incident.title.partition('; ')[0]}{_suspect(incident)}; {_how(action)}",
         to_do=[scrub(text) for text in _to_do(incident, action)],
     )
-    return _with(incident, *times, *_lost(action, unix_s, scrub), result)
-
-
-def _with(incident: Incident, *facts: AnyFact) -> Incident:
-    return replace(incident, facts=[*incident.facts, *facts])
+    return replace(incident, facts=[*incident.facts, *times, *_lost(action, unix_s, scrub), result])
 
 
 def _seen(by: str, text: str, where: Where, unix_s: float, scrub: Scrub, *, is_own: bool) -> Seen:
-    """What stands in columns of its own is not said twice."""
+    # What stands in columns of its own is not repeated.
     what = text.removeprefix("suspected: ").removeprefix(f"rank {where.rank} on ") if where.rank >= 0 else text
     what = what.removeprefix(f"{where.host}: ").removeprefix(f"rank {where.rank} says: ") if where.host else what
     what = what.removesuffix(f" (step {where.step})").removeprefix(f"rank {where.rank} ")
@@ -283,13 +228,11 @@ def _seen(by: str, text: str, where: Where, unix_s: float, scrub: Scrub, *, is_o
 
 
 def _suspect(incident: Incident) -> str:
-    """Who was named, where the title does not begin with a name; who only holds up others is not suspected.
-
-    Where a rank has left early, the others wait for it and look guilty of that.
-    """
+    """The rank that was named, where the title does not begin with one."""
     seen = incident.seen
     if not seen or seen[0].rank >= 0:
         return ""
+    # Where a rank has left early, the others wait for it and look guilty of that.
     if left := next((fact for fact in seen if fact.what.startswith(LEFT)), None):
         return f", {left.place} {left.what}"
     named = [fact for fact in seen if fact.by == "judge of the evidence" and fact.rank >= 0]
@@ -299,7 +242,6 @@ def _suspect(incident: Incident) -> str:
 
 
 def _how(action: CloseIncident) -> str:
-    """The end in a few words."""
     if action.status > 0:
         return f"the job ended with status {action.status}"
     if action.result == "false alarm":
@@ -309,7 +251,6 @@ def _how(action: CloseIncident) -> str:
 
 
 def _lost(action: CloseIncident, unix_s: float, scrub: Scrub) -> list[Lost]:
-    """Work and hosts."""
     lost = [Lost(unix_s=unix_s, what=f"{host}: {scrub(why)}") for host, why in action.hosts.items()]
     if action.result == "false alarm":
         return lost
@@ -321,7 +262,6 @@ def _lost(action: CloseIncident, unix_s: float, scrub: Scrub) -> list[Lost]:
 
 
 def _to_do(incident: Incident, action: CloseIncident) -> list[str]:
-    """What a person should do."""
     to_do = [*action.to_do] + [
         f"have {host} looked at before other jobs use it: {why}"
         for host, why in action.hosts.items()
@@ -331,13 +271,13 @@ def _to_do(incident: Incident, action: CloseIncident) -> list[str]:
         return to_do
     first = next((fact for fact in incident.seen if fact.rank >= 0), None)
     if first is not None and not any(text.endswith(f"phalanx run logs {first.rank}") for text in to_do):
-        to_do.insert(0, escalation.read_log(first.rank))
+        to_do.insert(0, read_log(first.rank))
     return [_ADVICE[action.status], *to_do] if action.status in _ADVICE else to_do
 
 
 _ADVICE = {
-    transition.USER_CODE: "mend the script: the same would happen again on any host, so do not queue it again as it is",
-    transition.BAD_INPUT: "mend what the script was given: it refuses it before the first step",
-    transition.NO_HOSTS: "see why there are too few hosts; the job can be queued again as it is",
-    transition.NO_PROGRESS: "find out why no new step is made, before you queue the job again",
+    actions.USER_CODE: "mend the script: the same would happen again on any host, so do not queue it again as it is",
+    actions.BAD_INPUT: "mend what the script was given: it refuses it before the first step",
+    actions.NO_HOSTS: "see why there are too few hosts; the job can be queued again as it is",
+    actions.NO_PROGRESS: "find out why no new step is made, before you queue the job again",
 }

@@ -1,8 +1,4 @@
-"""What a journal holds: entries, and the drivers that wrote them; the tables of both, and what can go wrong.
-
-Statements on the tables of a journal; each is called within a transaction.
-
-Where a journal is kept: a SQLite file, or a PostgreSQL database; connecting, and the lock that one writer holds.
+"""What a journal holds, the tables of it, and where it is kept: a SQLite file, or a PostgreSQL database.
 
 SQLite is written with ``synchronous=FULL``: what `append` has returned for is on the disk, also after a power cut. It
 costs one fsync per batch, and there are few batches; without it a host that loses power could forget the number of
@@ -21,7 +17,9 @@ import os
 import re
 import sqlite3
 import ssl
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -33,11 +31,12 @@ from sqlalchemy.pool import NullPool
 
 from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
+from phalanx.core.files import fsync_folder
 
 Kind = Literal["event", "action", "note"]
 
 SCHEMA = 1
-"""Of the tables; a journal of another one is not opened."""
+"""Of the tables; a journal with another one is not opened."""
 
 
 class JournalTakenError(UserError):
@@ -54,26 +53,15 @@ class JournalLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class Draft:
-    """What is to be appended.
+    """What is to be appended."""
 
-    Attributes:
-        kind: ``event``: what has happened; ``action``: what was decided; ``note``: for people, ignored by a replay.
-        attempt: that it belongs to; 0: none yet.
-        json_text: one JSON value.
-        unix_s: when it happened, for people; order is that of the sequence.
-    """
-
-    kind: Kind
-    attempt: int
-    json_text: str
-    unix_s: float
+    kind: Kind  # ``event``: what has happened; ``action``: what was decided; ``note``: what else the driver has to know
+    attempt: int  # 0: none yet
+    json_text: str  # one JSON value
+    unix_s: float  # when it happened, for people; order is that of the sequence
 
     def check(self) -> None:
-        """See that it can be stored.
-
-        Raises:
-            ValueError: kind, attempt or text is none.
-        """
+        """Raise ValueError where it cannot be stored."""
         if self.kind not in get_args(Kind) or self.attempt < 0:
             raise ValueError(f"kind = {self.kind!r}, attempt = {self.attempt}: a kind is one of {get_args(Kind)}")
         try:
@@ -84,12 +72,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Entry(Draft):
-    """What was appended.
-
-    Attributes:
-        sequence: place in the journal of the job, from 1, without gaps.
-        epoch: of the driver that wrote it.
-    """
+    """What was appended by the driver of this epoch; `sequence`: in the journal of the job, from 1, without gaps."""
 
     sequence: int = 0
     epoch: int = 0
@@ -97,13 +80,7 @@ class Entry(Draft):
 
 @dataclass(frozen=True)
 class DriverStart:
-    """A driver began to write.
-
-    Attributes:
-        epoch: number of the start, from 1.
-        host, pid: where it ran.
-        schema: of the tables, as that driver knew them.
-    """
+    """A driver began to write; `epoch`: number of the start, from 1; `schema`: of the tables, as it knew them."""
 
     epoch: int
     unix_s: float
@@ -164,7 +141,7 @@ _LAST = sa.select(sa.func.max(ENTRIES.c.sequence)).where(ENTRIES.c.job == sa.bin
 
 
 def newest_epoch(connection: sa.Connection, job: str) -> int:
-    """Of the driver that was started last; 0: none."""
+    """Of the driver that was started last; 0: none. Within a transaction, as all of these."""
     return connection.scalar(_EPOCH, {"job_name": job}) or 0
 
 
@@ -180,27 +157,12 @@ def starts(connection: sa.Connection, job: str) -> list[DriverStart]:
 
 def add_start(connection: sa.Connection, job: str, start: DriverStart) -> None:
     """Append a driver."""
-    values = {"epoch": start.epoch, "unix_s": start.unix_s, "host": start.host, "pid": start.pid}
-    connection.execute(sa.insert(STARTS), {"job": job, "schema": start.schema, **values})
+    connection.execute(sa.insert(STARTS), {"job": job, **vars(start)})
 
 
 def add_entries(connection: sa.Connection, job: str, entries: Sequence[Entry]) -> None:
     """Append entries."""
-    connection.execute(
-        _ADD,
-        [
-            {
-                "job": job,
-                "sequence": entry.sequence,
-                "epoch": entry.epoch,
-                "unix_s": entry.unix_s,
-                "kind": entry.kind,
-                "attempt": entry.attempt,
-                "json_text": entry.json_text,
-            }
-            for entry in entries
-        ],
-    )
+    connection.execute(_ADD, [{"job": job, **vars(entry)} for entry in entries])
 
 
 def chunk(connection: sa.Connection, job: str, first: int, most: int = _CHUNK) -> list[Entry]:
@@ -209,7 +171,7 @@ def chunk(connection: sa.Connection, job: str, first: int, most: int = _CHUNK) -
 
 
 def each(connection: sa.Connection, job: str, first: int) -> Iterator[Entry]:
-    """Every entry from `first` on, in short transactions, so that nothing waits for a slow reader."""
+    """Every entry from `first` on, in short transactions of its own, so that nothing waits for a slow reader."""
     while True:
         with connection.begin():
             entries = chunk(connection, job, first)
@@ -226,8 +188,8 @@ _CREATING = 0x70_68_61_6C_61_6E_78  # "phalanx": only one connection at a time m
 _NETWORK_FILE_SYSTEMS = re.compile(r"nfs\d?|cifs|smb\d?|smbfs|lustre|gpfs|beegfs|ceph|glusterfs|afs|9p|fuse\..*")
 
 
-class Place(Protocol):
-    """A kind of place for a journal."""
+class JournalPlace(Protocol):
+    """A kind of place for a journal; as a string it is for people, without a password."""
 
     reconnects: bool
     """Whether a connection may break and come again, with everything still there."""
@@ -239,24 +201,21 @@ class Place(Protocol):
         """A connection that only reads."""
 
     def create(self, connection: sa.Connection) -> None:
-        """Make the tables where there are none, in a transaction of its own."""
+        """Make the tables if there are none, in a transaction of its own."""
 
     def release(self) -> None:
         """Let go of the lock."""
 
-    def __str__(self) -> str:
-        """For people; without a password."""
 
-
-def place_for(url: str, job: str, environ: Mapping[str, str]) -> Place:
+def place_for(url: str, job: str, environ: Mapping[str, str]) -> JournalPlace:
     """The place that `url` names: ``sqlite:///FOLDER/journal.db``, a plain path, or ``postgresql://USER@HOST/DATABASE``.
 
     Args:
         job: its name; several jobs may share a database.
-        environ: ``PGPASSWORD`` is the password of a database whose URL holds none.
+        environ: ``PGPASSWORD`` is the password where the URL holds none.
 
     Raises:
-        UserError: it is no such URL, or the driver of PostgreSQL is not installed.
+        UserError: it is not such a URL, or the driver of PostgreSQL is not installed.
     """
     if "://" not in url:
         return SqliteFile(Path(url))
@@ -298,6 +257,8 @@ class SqliteFile:
             os.close(lock)
             return None
         self._lock = lock
+        if not self._path.exists():
+            self._make()
         return self._connection(to_write=True)
 
     def connect(self) -> sa.Connection:
@@ -316,6 +277,17 @@ class SqliteFile:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _make(self) -> None:
+        """Make the file, and give it its name when it has its tables: a reader may come at any time."""
+        with tempfile.TemporaryDirectory(prefix=f".{self._path.name}.", dir=self._path.parent) as folder:
+            aside = SqliteFile(Path(folder, self._path.name))
+            with aside._connection(to_write=True) as connection:
+                self.create(connection)
+            # Never over another's. Where a file system has no such links, the file is made where it is to be.
+            with suppress(OSError):
+                os.link(aside._path, self._path)
+                fsync_folder(self._path.parent)
 
     def _connection(self, *, to_write: bool) -> sa.Connection:
         engine = sa.create_engine(

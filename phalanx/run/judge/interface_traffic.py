@@ -18,6 +18,8 @@ from phalanx.core.config import Config
 
 Floats = npt.NDArray[np.float64]
 
+# The median of the last 30 windows is the usual rate, once there are 3. Two low windows in a row make an alert, so that
+# one pause that no rank has named makes none.
 _USUAL_WINDOWS = 30
 _ENOUGH_WINDOWS = 3
 _LOW_WINDOWS = 2
@@ -36,7 +38,7 @@ class TrafficConfig(Config):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficVerdict:
     """What the interfaces say.
 
     Attributes:
@@ -44,7 +46,6 @@ class Traffic:
             move or the silence is still short (alert), none and no steps (recover).
         share: of the usual rate; None: not known.
         hosts: those that declined most, or are silent.
-        why: one line.
     """
 
     kind: Literal["unknown", "usual", "decline", "quiet", "silent"]
@@ -53,28 +54,25 @@ class Traffic:
     why: str = ""
 
 
-class _Host:
-    """One host's counter.
+@dataclass(slots=True)
+class _HostCounter:
+    """Bytes of one host.
 
     Attributes:
-        carried_bytes: as it was heard last.
-        read_s: when; None: not yet.
         heard_s: when it last grew by more than an unused link's does.
-        window_bytes: since the present window began.
         unused_rate: of an unused link, bytes per second.
+        carried_bytes, read_s: the last reading, and when that was; None: not yet.
+        window_bytes: since the present window began.
     """
 
-    __slots__ = ("carried_bytes", "heard_s", "read_s", "unused_rate", "window_bytes")
-
-    def __init__(self, now_s: float, unused_rate: float) -> None:
-        self.carried_bytes = 0
-        self.read_s: float | None = None
-        self.heard_s = now_s
-        self.window_bytes = 0
-        self.unused_rate = unused_rate
+    heard_s: float
+    unused_rate: float
+    carried_bytes: int = 0
+    read_s: float | None = None
+    window_bytes: int = 0
 
 
-class _Usual:
+class _UsualRates:
     """Bytes per second of each host in past windows: of twelve thousand hosts at once.
 
     Attributes:
@@ -87,7 +85,6 @@ class _Usual:
         self._count = np.zeros(hosts, dtype=np.int64)
 
     def add(self, rates: Floats, which: npt.NDArray[np.bool_]) -> None:
-        """A window is over, which counts for some of them."""
         rows = np.flatnonzero(which)
         self._past[rows, self._count[rows] % _USUAL_WINDOWS] = rates[rows]
         self._count[rows] += 1
@@ -98,17 +95,12 @@ class _Usual:
 
 
 class TrafficJudge:
-    """The traffic of one attempt.
-
-    Args:
-        hosts: of the attempt.
-        now_s: when its workers were started.
-    """
+    """The traffic of one attempt."""
 
     def __init__(self, hosts: Iterable[str], now_s: float, config: TrafficConfig | None = None) -> None:
         self._config = config or TrafficConfig()
-        self._hosts = {host: _Host(now_s, self._config.least_rate) for host in hosts}
-        self._usual = _Usual(len(self._hosts))
+        self._hosts = {host: _HostCounter(now_s, self._config.least_rate) for host in hosts}
+        self._usual = _UsualRates(len(self._hosts))
         self._window_began_s = now_s
         self._shares = np.full(len(self._hosts), np.nan)
         """Of the usual rate, in the last window."""
@@ -127,49 +119,46 @@ class TrafficJudge:
         if new > known.unused_rate * (now_s - read_s):
             known.heard_s = now_s
 
-    def judge(self, now_s: float, quiet_s: float, usual_step_s: float | None, is_paused: bool = False) -> Traffic:
+    def judge(
+        self, now_s: float, quiet_s: float, usual_step_s: float | None, is_paused: bool = False
+    ) -> TrafficVerdict:
         """What the traffic says.
 
         Args:
-            now_s: on the clock of `observe`.
             quiet_s: since any rank made progress.
             usual_step_s: None: not known yet, and then there is no verdict.
             is_paused: ranks evaluate, write a checkpoint or the like; nothing is concluded then.
         """
         if len(self._hosts) < 2:
-            return Traffic("unknown", why="one host has no traffic between hosts")
+            return TrafficVerdict("unknown", why="one host has no traffic between hosts")
+        # A pause must not count as a window of little traffic, nor as the beginning of a silence.
         if is_paused or usual_step_s is None:
             self._begin_window(now_s)
             for host in self._hosts.values():
                 host.heard_s = now_s
-            return Traffic("unknown", why="the ranks do something else" if is_paused else "too few steps yet")
+            return TrafficVerdict("unknown", why="the ranks do something else" if is_paused else "too few steps yet")
         window_s = max(self._config.window_s, 3 * usual_step_s)
         if now_s - self._window_began_s >= window_s:
             self._close_window(now_s, is_usual=quiet_s < window_s)
         if self._usual.rates.sum() < self._config.least_rate * len(self._hosts):
-            return Traffic("unknown", why="no traffic has been seen on the training interfaces")
-        return self._silence(now_s, quiet_s, usual_step_s) or self._decline()
-
-    def _silence(self, now_s: float, quiet_s: float, usual_step_s: float) -> Traffic | None:
+            return TrafficVerdict("unknown", why="no traffic has been seen on the training interfaces")
         needed_s = max(self._config.silence_s, self._config.silence_steps * usual_step_s)
         silent = tuple(sorted(name for name, host in self._hosts.items() if now_s - host.heard_s >= needed_s))
-        if not silent:
-            return None
-        if len(silent) < len(self._hosts):
-            return Traffic("decline", None, silent, f"no traffic of {', '.join(silent)} for {needed_s:.0f} s")
-        if quiet_s < needed_s:
-            return Traffic("quiet", 0.0, silent, f"no traffic for {needed_s:.0f} s, but something moves")
-        return Traffic("silent", 0.0, silent, f"no traffic of any host and no step for {needed_s:.0f} s")
-
-    def _decline(self) -> Traffic:
+        if silent and len(silent) < len(self._hosts):
+            return TrafficVerdict("decline", None, silent, f"no traffic of {', '.join(silent)} for {needed_s:.0f} s")
+        if silent and quiet_s < needed_s:
+            return TrafficVerdict("quiet", 0.0, silent, f"no traffic for {needed_s:.0f} s, but something moves")
+        if silent:
+            return TrafficVerdict("silent", 0.0, silent, f"no traffic of any host and no step for {needed_s:.0f} s")
         if np.isnan(self._shares).all():
-            return Traffic("usual")
+            return TrafficVerdict("usual")
         share = float(np.nansum(self._shares * self._usual.rates) / self._usual.rates.sum())
         if self._low_windows < _LOW_WINDOWS:
-            return Traffic("usual", share)
+            return TrafficVerdict("usual", share)
+        # The hosts whose share is at most half of what all have kept, or the least.
         is_low = self._shares <= max(0.5 * share, float(np.nanmin(self._shares)))
         lowest = tuple(sorted(name for name, low in zip(self._hosts, is_low, strict=True) if low))
-        return Traffic(
+        return TrafficVerdict(
             "decline", share, lowest, f"traffic is at {share:.0%} of the usual, least at {', '.join(lowest)}"
         )
 
@@ -178,10 +167,12 @@ class TrafficJudge:
         rates = np.fromiter((host.window_bytes for host in self._hosts.values()), float, len(self._hosts)) / elapsed_s
         is_known = self._usual.rates > 0
         self._shares = np.divide(rates, self._usual.rates, out=np.full(len(rates), np.nan), where=is_known)
-        if is_usual:
+        if is_usual:  # a window without steps says nothing of what is usual
             self._usual.add(rates, (rates > self._config.least_rate) | ~is_known)
             for host, usual in zip(self._hosts.values(), self._usual.rates.tolist(), strict=True):
+                # Up to a thousandth of the usual rate is what a link carries when training does not use it.
                 host.unused_rate = max(self._config.least_rate, 0.001 * usual)
+        # Of all hosts together: hosts of one job send at different rates, as their stages do.
         is_low = rates.sum() < self._config.decline * self._usual.rates.sum()
         self._low_windows = self._low_windows + 1 if is_low else 0
         self._begin_window(now_s)

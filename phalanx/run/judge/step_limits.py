@@ -1,8 +1,8 @@
 """Whether a job still makes steps: what its ranks report, and limits learnt from its own steps.
 
 `StepJudge` belongs to one attempt: a new attempt gets a new one, so that nothing of an earlier attempt (a checkpoint
-that began and never ended) counts. A slow step is not a hang, and stillness is judged where it can be seen, beside the
-ranks (`phalanx.run.judge.stack_traces`). Here it is held against time:
+that began and never ended) counts. A slow step is not a hang; idle ranks are judged where they can be seen, beside
+them (`phalanx.detect.hangs.stack_traces`). Here time without steps is compared with limits:
 
 - *stopped*: a rank is stopped (SIGSTOP), dead, or nothing is heard of its host: evidence enough after ten seconds.
 - *hang*: nothing of the job has moved for longer than the limit: no step, no change of phase, and at no rank anything
@@ -23,12 +23,9 @@ from pydantic import Field
 from phalanx.core.config import Config
 from phalanx.run.messages import ORDINARY_PHASES, Heartbeat, WorkerState
 
-RECENT = 64
-"""Times of steps whose median is the usual one."""
-REMEMBERED = 256
-"""Gaps between steps of which the second longest is remembered, so that pauses that recur are known."""
-ENOUGH = 3
-"""With more steps than these in an attempt, their median says something."""
+RECENT = 64  # times of steps whose median is the usual one
+REMEMBERED = 256  # gaps between steps of which the second longest is remembered, so that pauses that recur are known
+ENOUGH = 3  # steps of an attempt beyond which their median is used
 
 
 class LimitConfig(Config):
@@ -55,8 +52,7 @@ class LimitConfig(Config):
     )
 
 
-MOST_WIDENED_S = 3600.0
-"""To which the floor is widened at most where a job seems to hang again at the same place."""
+MOST_WIDENED_S = 3600.0  # to which the floor is widened at most where a job seems to hang again at the same place
 
 
 @dataclass(frozen=True)
@@ -67,9 +63,6 @@ class Standing:
         kind: going on, a rank is stopped, dead or silent, nothing moves, or ranks move but make no step for very long.
         quiet_s: since the last sign of life of any rank: a step, a change of phase, any movement.
         step_s: since any rank's last step; before the first one since the start.
-        limit_s: the present limit.
-        usual_s: the usual step time; None: not known yet.
-        why: one line.
         ranks: that are stopped, dead or silent.
     """
 
@@ -93,6 +86,9 @@ class StepJudge:
     Args:
         attempt: its number; reports of others are ignored.
         now_s: when its workers were started, on the clock of all other times.
+
+    Attributes:
+        usual_s: the usual time of a step; None until enough are done.
     """
 
     def __init__(self, attempt: int, now_s: float, config: LimitConfig | None = None) -> None:
@@ -100,7 +96,7 @@ class StepJudge:
         self._config = config or LimitConfig()
         self._step_of: dict[int, int] = {}
         self._paced: dict[int, tuple[int, int]] = {}
-        """By the first rank of hosts whose ranks all were at one step when last heard: how many, and that step."""
+        """By the first rank of each host whose ranks all were at one step when last heard: how many, and that step."""
         self._pauses: dict[int, tuple[float, str]] = {}
         """Until when a rank's phase excuses the job, and its name."""
         self._longest: tuple[float, str] | None = None
@@ -116,23 +112,19 @@ class StepJudge:
         self._steps = 0
         self._times: deque[float] = deque(maxlen=RECENT)
         self._gaps: deque[float] = deque(maxlen=REMEMBERED)
-        self._usual_s: float | None = None
+        self.usual_s: float | None = None
         self._recurring_s = 0.0
         self._was_excused = False
         self._stopped: dict[int, float] = {}
         """Since when ranks have been stopped, dead or silent."""
         self._patience_s = self._config.patience_s
 
-    @property
-    def usual_s(self) -> float | None:
-        """The usual time of a step; None until enough are done."""
-        return self._usual_s
-
     def observe_pace(self, beat: Heartbeat, now_s: float) -> bool:
         """Take in what one host's ranks have in common; False: `observe` has to look at each, and nothing was done.
 
         Of ten thousand hosts this is done ten thousand times a second.
         """
+        # Whatever needs to know of single ranks (one that pauses, is stopped, or has fallen behind) goes the long way.
         pace, known = beat.pace, self._paced.get(beat.rank)
         if pace is None or known is None or pace.count != known[0] or self._pauses or self._left or self._stopped:
             return False
@@ -161,19 +153,29 @@ class StepJudge:
         step_of, pauses = self._step_of, self._pauses
         if self._left and not pauses:
             self._left.clear()
-        self._recall(workers)
+        # The first rank of a host may have stood for all of them until now: their steps are those that it reported.
+        for worker in workers:
+            if (paced := self._paced.pop(worker.rank, None)) is not None:
+                count, step = paced
+                step_of.update(dict.fromkeys(range(worker.rank, worker.rank + count), step))
         for worker in workers:
             rank, step = worker.rank, worker.steps_here if worker.step >= 0 else -1
             before = step_of.get(rank)
             if before != step:
                 step_of[rank] = step
+                # A rank that reports for the first time has made a step here only if it has the time of one.
                 if worker.last_step_s > 0 if before is None else step > before:
                     at_s = now_s - worker.step_age_s
                     if at_s > self._step_s:
                         self._step_s = at_s
                 if step > self._front:
                     self._advance(worker.last_step_s, step, max(now_s - worker.step_age_s, self._front_s))
-            self._note_life(worker, now_s)
+            if worker.state == "ended" or worker.stopped_s <= 0:
+                self._stopped.pop(rank, None)
+            else:
+                self._stopped[rank] = now_s - worker.stopped_s
+            if worker.state != "ended" and worker.still_s >= 0:
+                self._progress_s = max(self._progress_s, now_s - worker.still_s)
             if worker.state == "ended":
                 step_of.pop(rank, None)
                 self._drop_pause(rank)
@@ -182,25 +184,16 @@ class StepJudge:
                 self._left.discard(rank)
                 self._look_for_pause(worker, now_s)
             elif pauses:
-                self._look_if_left(worker, step)
+                # A rank that waits for one that pauses has done as many steps; for one with fewer others will wait.
+                usual_s, limit_s = self.usual_s, self._limit_s()
+                late_s = limit_s / 2 if usual_s is None else min(1.2 * usual_s + 1.0, limit_s)
+                if 0 < step < self._paused_at and worker.step_age_s > late_s:
+                    self._left.add(rank)
+                else:
+                    self._left.discard(rank)
         self._progress_s = max(self._progress_s, self._step_s)
         if are_alike:
             self._paced[workers[0].rank] = len(workers), workers[0].steps_here
-
-    def _note_life(self, worker: WorkerState, now_s: float) -> None:
-        if worker.state == "ended" or worker.stopped_s <= 0:
-            self._stopped.pop(worker.rank, None)
-        else:
-            self._stopped[worker.rank] = now_s - worker.stopped_s
-        if worker.state != "ended" and worker.still_s >= 0:
-            self._progress_s = max(self._progress_s, now_s - worker.still_s)
-
-    def _recall(self, workers: Sequence[WorkerState]) -> None:
-        """The steps of ranks for which one has spoken until now."""
-        for worker in workers:
-            if (paced := self._paced.pop(worker.rank, None)) is not None:
-                count, step = paced
-                self._step_of.update(dict.fromkeys(range(worker.rank, worker.rank + count), step))
 
     def _look_for_pause(self, worker: WorkerState, now_s: float) -> None:
         wanted_s = worker.expects_s or (0.0 if worker.phase in ORDINARY_PHASES else self._config.phase_s)
@@ -219,15 +212,8 @@ class StepJudge:
         else:
             self._drop_pause(worker.rank)
 
-    def _look_if_left(self, worker: WorkerState, step: int) -> None:
-        """Who waits for a rank that pauses has done as many steps; who has done fewer is what others will wait for."""
-        if 0 < step < self._paused_at and worker.step_age_s > self._watch_s():
-            self._left.add(worker.rank)
-        else:
-            self._left.discard(worker.rank)
-
     def fall_silent(self, ranks: Sequence[int], now_s: float) -> None:
-        """Nothing is heard of these ranks: what they said that they do does not excuse the job any more."""
+        """These ranks do not report any more: the phase that they reported last does not excuse the job."""
         for rank in ranks:
             self._drop_pause(rank)
             self._stopped.setdefault(rank, now_s)
@@ -241,32 +227,36 @@ class StepJudge:
         """Steps that no rank had done before; the first one of the attempt is longer than others."""
         new = step - max(self._front, 0)
         if last_step_s > 0:
+            # The first step compiles, and a step behind a pause contains it: neither is a usual one.
             is_first = self._steps == 0 and new <= 1
             if not is_first and not self._was_excused:
-                self._learn(last_step_s, at_s - self._front_s, new)
+                self._times.append(last_step_s)
+                if self._steps + new > ENOUGH:
+                    self.usual_s = statistics.median_low(self._times)
+                if self._steps > 0:
+                    # Of several new steps only the last one's time is known; pauses of the others show in how long
+                    # all of them took.
+                    others_s = (new - 1) * statistics.median_low(self._times)
+                    self._gaps.append(max(last_step_s, at_s - self._front_s - others_s))
+                    # The second longest: a pause that came twice will come again, the longest alone may be an accident.
+                    self._recurring_s = sorted(self._gaps)[-2] if len(self._gaps) > 1 else 0.0
             self._steps += max(new, 1)
         self._front, self._front_s = step, at_s
         self._was_excused = False
         self._patience_s = self._config.patience_s
 
-    def _learn(self, last_s: float, elapsed_s: float, new: int) -> None:
-        """Of several new steps only the last one's time is known; pauses of the others show in how long all took."""
-        self._times.append(last_s)
-        if self._steps + new > ENOUGH:
-            self._usual_s = statistics.median_low(self._times)
-        if self._steps > 0:
-            self._gaps.append(max(last_s, elapsed_s - (new - 1) * statistics.median_low(self._times)))
-            self._recurring_s = sorted(self._gaps)[-2] if len(self._gaps) > 1 else 0.0
-
     def be_patient(self) -> None:
-        """People know that it takes long; they are told again after twice the time."""
+        """People know that it takes long; they are alerted again after twice the time."""
         self._patience_s *= 2
 
     def standing(self, now_s: float) -> Standing:
         """Where the job stands now."""
-        quiet_s, step_s = self._quiet_s(now_s), now_s - self._step_s
+        quiet_s, step_s = now_s - self._progress_s, now_s - self._step_s
         limit_s, usual_s = self._limit_s(), self.usual_s
-        if stopped := self._stopped_ranks(now_s):
+        least_s = self._config.stopped_s
+        stopped = tuple(sorted(rank for rank, since_s in self._stopped.items() if now_s - since_s >= least_s))
+        # Before pauses: a rank that is stopped or dead does not evaluate, whatever it reported last.
+        if stopped and step_s >= least_s:
             limit_s, ranks = self._config.stopped_s, ", ".join(map(str, stopped[:8]))
             why = f"rank {ranks} has been stopped, dead or silent for {limit_s:g} s, and no step was made since"
             return Standing("stopped", quiet_s, step_s, limit_s, usual_s, why, stopped)
@@ -284,20 +274,14 @@ class StepJudge:
         why = "making steps" if self._steps else "before its first step"
         return Standing("moving", quiet_s, step_s, limit_s, usual_s, why)
 
-    def _stopped_ranks(self, now_s: float) -> tuple[int, ...]:
-        """Ranks that have been stopped, dead or silent for long enough, where no rank has made a step since."""
-        limit_s = self._config.stopped_s
-        if now_s - self._step_s < limit_s:
-            return ()
-        return tuple(sorted(rank for rank, since_s in self._stopped.items() if now_s - since_s >= limit_s))
-
     def is_paused(self, now_s: float) -> bool:
-        """Whether a rank says that it evaluates, writes a checkpoint or the like."""
+        """Whether a rank reports that it evaluates, writes a checkpoint or the like."""
         return self._pause(now_s) is not None
 
     def next_look_s(self, now_s: float) -> float:
         """Seconds until the standing changes if nothing is reported; at least 0."""
-        ahead = [self._limit_s() - self._quiet_s(now_s), self._patience_s - (now_s - self._step_s)]
+        # Limits that have passed change nothing any more.
+        ahead = [self._limit_s() - (now_s - self._progress_s), self._patience_s - (now_s - self._step_s)]
         if not self._left and (pause := self._pause(now_s)) is not None:
             ahead = [pause[1]]
         if self._stopped:
@@ -314,15 +298,7 @@ class StepJudge:
     def _limit_s(self) -> float:
         config, usual_s = self._config, self.usual_s
         if not self._steps:
+            # Libraries load and kernels compile: there is no step yet to learn a limit from.
             return max(config.floor_s, config.first_step_s)
         own_s = 0.0 if usual_s is None else config.factor * usual_s + config.margin_s
         return max(config.floor_s, own_s, 1.5 * self._recurring_s)
-
-    def _watch_s(self) -> float:
-        """From then on a rank is late for a step."""
-        usual_s = self.usual_s
-        return self._limit_s() / 2 if usual_s is None else min(1.2 * usual_s + 1.0, self._limit_s())
-
-    def _quiet_s(self, now_s: float) -> float:
-        """Since any rank made a step, changed its phase, moved otherwise, or was started."""
-        return now_s - self._progress_s

@@ -33,21 +33,17 @@ from pydantic import Field
 from phalanx.core.config import Config
 
 _INFLATION = 1.5
-_TO_SD = 1.4826
-"""From a median absolute deviation to a standard deviation, for a normal distribution."""
+_TO_SD = 1.4826  # from a median absolute deviation to a standard deviation, for a normal distribution
+# Own times may agree more closely for a while than they do in the long run: with less noise than this any small
+# difference would be over the limit.
 _LEAST_NOISE = 0.002
-_OVERSHOOT = 1.166
-"""Siegmund's correction for looking at the sum only at whole blocks."""
-_CHANCE_SD = 3.0
-"""Standard deviations that chance stays within."""
+_OVERSHOOT = 1.166  # Siegmund's correction for looking at the sum only at whole blocks
+_CHANCE_SD = 3.0  # standard deviations that chance stays within
 _NOISE_BLOCKS = 30
 _MEAN_BLOCKS = 20
-_AT_ONCE = 2
-"""More units than this that become slow in the same block are not slow each for itself."""
-_OF_ALL_AT_ONCE = 0.02
-"""The same as a share of all units, for those that were slow when the judge began."""
-_ENOUGH_UNITS = 8
-"""From so many peers on, a unit has to stick out among them as well."""
+_AT_ONCE = 2  # more units than this that become slow in the same block are not slow each for itself
+_OF_ALL_AT_ONCE = 0.02  # the same as a share of all units, for those that were slow when the judge began
+_ENOUGH_UNITS = 8  # from so many peers on, a unit has to stick out among them as well
 
 Values = NDArray[np.float64]
 
@@ -66,26 +62,18 @@ class SlowConfig(Config):
 
 @dataclass(frozen=True)
 class SlowUnit:
-    """A host or rank that is slow.
-
-    Attributes:
-        name: of the host or rank.
-        ratio: its own time over that of its peers.
-        since_step: about when that began.
-        step: at which it was found.
-    """
+    """A host or rank that is slow."""
 
     name: str
-    ratio: float
-    since_step: int
-    step: int
+    ratio: float  # its own time over that of its peers
+    since_step: int  # about when that began
+    step: int  # at which it was found
 
 
 class SlowJudge:
     """Own times of one attempt.
 
     Args:
-        units: names of hosts or ranks.
         work: for each of them what kind of work it does, such as its pipeline stage: only those of one kind are
             compared. Absent: all do the same.
     """
@@ -100,7 +88,7 @@ class SlowJudge:
         groups = [np.array([i for i, other in enumerate(kinds) if other == kind]) for kind in dict.fromkeys(kinds)]
         self._peers = [members for members in groups if len(members) > 1]
         self.alone = [self._units[members[0]] for members in groups if len(members) == 1]
-        """Units without a peer, of which nothing can be said."""
+        """Units without a peer, that cannot be judged."""
         count = len(self._units)
         self._block: dict[int, Values] = {}
         self._signed: Values = np.full(count, np.nan)
@@ -123,7 +111,7 @@ class SlowJudge:
         return [self._units[index] for index in sorted(self._common)]
 
     def observe(self, step: int, busy_s: Mapping[str, float]) -> list[SlowUnit]:
-        """Take in own times of one step, of all units or of those that are known; returns who is newly found slow.
+        """Take in own times of one step, of all units or of those that are known; returns those newly found slow.
 
         Steps may come in any order within a block; what is not positive or not finite, or of an unknown unit, is left
         out, and so is what comes after its block.
@@ -133,7 +121,12 @@ class SlowJudge:
         seconds = np.fromiter(busy_s.values(), np.float64, len(busy_s))
         is_good = (indices >= 0) & np.isfinite(seconds) & (seconds > 0)
         row[indices[is_good]] = np.log(seconds[is_good])
-        if not self._is_complete():
+        # The block has to span its steps, and most units have to have reported enough of them.
+        wanted = self._config.block_steps
+        if max(self._block) - min(self._block) < wanted - 1:
+            return []
+        known = (~np.isnan(np.array(list(self._block.values())))).sum(axis=0)
+        if len(self._block) < wanted or np.median(known) < max(wanted // 2, 1):
             return []
         first, last = min(self._block), max(self._block)
         times = np.array([self._block[one] for one in sorted(self._block)])
@@ -145,14 +138,6 @@ class SlowJudge:
             signed[members] = values[members] if len(members) >= _ENOUGH_UNITS else _signed(times[:, members], enough)
         return self._add(values, signed, first, last)
 
-    def _is_complete(self) -> bool:
-        """Whether the block spans its steps, and most units have said enough in it."""
-        wanted = self._config.block_steps
-        if max(self._block) - min(self._block) < wanted - 1:
-            return False
-        known = (~np.isnan(np.array(list(self._block.values())))).sum(axis=0)
-        return len(self._block) >= wanted and bool(np.median(known) >= max(wanted // 2, 1))
-
     def _add(self, values: Values, signed: Values, first: int, last: int) -> list[SlowUnit]:
         config, known = self._config, ~np.isnan(values)
         jumps = np.abs(signed - self._signed)
@@ -160,6 +145,7 @@ class SlowJudge:
         self._signed = np.where(np.isnan(signed), self._signed, signed)
         self._recent.append(values)
         self._blocks += 1
+        # From fewer differences the noise is not known.
         if len(self._jumps) < 3:
             return []
         reference = math.log(config.ratio) / 2
@@ -182,7 +168,12 @@ class SlowJudge:
         over = np.flatnonzero((self._sums > limit) & (steady >= config.min_blocks - 1))
         free = [int(i) for i in over if int(i) not in self._named | self._common.keys() and self._sticks_out(int(i))]
         self._named |= set(free)
-        return [self._describe(index, first, last) for index in free]
+        found = []
+        for index in free:
+            blocks = int(self._runs[index])
+            since = max(first - (blocks - 1) * (last - first + 1), 0)
+            found.append(SlowUnit(self._units[index], math.exp(self._mean(blocks)[index]), since, last))
+        return found
 
     def _at_once(self, rising: NDArray[np.intp]) -> set[int]:
         """Those of `rising` that began with too many others for each of them to have a cause of its own.
@@ -210,11 +201,6 @@ class SlowJudge:
         spread = max(_TO_SD * float(np.median(np.abs(others - np.median(others)))), _LEAST_NOISE)
         return bool(means[index] > NormalDist().inv_cdf(1 - 0.01 / len(peers)) * spread)
 
-    def _describe(self, index: int, first: int, last: int) -> SlowUnit:
-        blocks = int(self._runs[index])
-        since = max(first - (blocks - 1) * (last - first + 1), 0)
-        return SlowUnit(self._units[index], math.exp(self._mean(blocks)[index]), since, last)
-
 
 def noise_of(jumps: Sequence[Values]) -> float:
     """Standard deviation of a value by chance, from its changes from block to block."""
@@ -234,6 +220,7 @@ def limit_of(noise: float, units: int, config: SlowConfig) -> float:
     drift = math.log(config.ratio) / 4 / noise
     wanted = units * config.per_steps / config.block_steps / config.false_alarms
     height = 0.0
+    # The height is on both sides of the formula; each round puts the last one in, which soon changes nothing.
     for _ in range(20):
         height = math.log1p(2 * drift * drift * wanted + 2 * drift * height) / (2 * drift)
     return max(height - _OVERSHOOT, 1.0) * noise
@@ -254,7 +241,7 @@ def _values(times: Values, enough: int) -> Values:
 
 
 def _signed(times: Values, enough: int) -> Values:
-    """Of few units: each against the median of the others, which also tells by how much the fastest is faster."""
+    """Of few units: each against the median of the others, which also shows by how much the fastest is faster."""
     values = np.full(times.shape[1], np.nan)
     for unit in range(times.shape[1]):
         against = times[:, unit] - _low_median(np.delete(times, unit, axis=1), axis=1)[:, 0]

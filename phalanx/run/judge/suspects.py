@@ -1,21 +1,22 @@
-"""Which rank holds up the others, from the evidence of all of them; and when that cannot be told, that it cannot.
+"""Which rank holds up the others, from the evidence of all of them; or that this cannot be known.
 
 Looked for in this order, and the first that names a few ranks decides:
 
-1. ranks that did not answer: who waits still does, who hangs does not (MegaScale, arXiv 2402.15627, section 5.2);
+1. ranks that did not answer: a rank that waits still does, one that hangs does not (MegaScale, arXiv 2402.15627,
+   section 5.2);
 2. processes that are stopped or dead;
-3. ranks that wait for nobody, while by NCCL's flight records others wait for them: `phalanx.run.judge.hang_analysis`;
+3. ranks that do not wait, while by NCCL's flight records others wait for them: `phalanx.detect.hangs.hang_analysis`;
 4. processes that are stuck in the kernel, which one that waits for its GPU may be too;
 5. ranks at an older step;
 6. ranks whose stack is not in a collective while all others' are; else those whose stack is not that of most
    (ByteRobust, arXiv 2509.16293, clusters stacks by their text), first by functions, then by lines.
 
-Flight records add to the first two: who is guilty by them is named beside the silent, since a rank that waits for a
-silent one is not. What the other kinds of evidence say is told with the verdict, whether they agree or not.
+Flight records add to the first two: a rank that they name is named beside the silent ones, since a rank that waits for
+a silent one is not at fault. The verdict also reports the other kinds of evidence, whether they agree or not.
 
 Ranks of several hosts that differ by their stacks are named as the smallest group of the layout that holds them: they
 share a fault which one of them, or what is between them, has caused. Where more than half differ, or too few answer,
-nobody is blamed: whoever waits would be as likely as whoever is waited for.
+no rank is blamed: one that waits would be as likely as one that holds up the others.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from phalanx.run.judge.flight_records import FlightRecord, MemberTexts, read_record
-from phalanx.run.judge.hang_analysis import Blame, blame
-from phalanx.run.judge.stack_traces import Frame, has_ended, main_stack, waits_for_peers, without_lines
+from phalanx.detect.hangs.flight_records import FlightRecord, MemberTexts, read_record
+from phalanx.detect.hangs.hang_analysis import HangVerdict, blame, list_ranks
+from phalanx.detect.hangs.hang_judge import HangContext, judge_hang
+from phalanx.detect.hangs.python_stacks import Frame, has_ended, main_stack, waits_for_peers, without_lines
+from phalanx.detect.hangs.rank_places import RankPlaces
 from phalanx.run.messages import RankEvidence
 
 _BAD_STATES = {
@@ -39,6 +43,7 @@ _BAD_STATES = {
     "X": "is dead",
     "D": "is stuck in the kernel",
 }
+# A process that is seen in one of these states has only been too slow to give its stacks.
 _ALIVE = ("R", "S", "D", "I")
 _STOPPED = frozenset("TtZX")
 _KERNEL_WAITS = {
@@ -59,14 +64,14 @@ _WHY_CHARACTERS = 1500
 
 @dataclass(frozen=True)
 class Suspects:
-    """Who is named.
+    """The ranks that are named.
 
     Attributes:
-        ranks: in order; empty: it cannot be told.
-        hosts: of these ranks.
-        why: one line, also when nobody is named.
+        ranks: in order; empty: not known.
+        why: one line, also when no rank is named.
         by: what decided: ``silence``, ``state``, ``step``, ``collective``, ``stack``; empty: nothing did.
         is_group: these ranks share a fault, which need not be of each of them.
+        line: what `phalanx detect hang` says of the flight records alone; empty: there are none, or they name nobody.
     """
 
     ranks: tuple[int, ...]
@@ -74,12 +79,13 @@ class Suspects:
     why: str
     by: str = ""
     is_group: bool = False
+    line: str = ""
 
 
 def find_suspects(
     evidence: Iterable[RankEvidence], host_of: Mapping[int, str], groups: Iterable[frozenset[int]] = ()
 ) -> Suspects:
-    """Name who holds up the others.
+    """Name the ranks that hold up the others.
 
     Args:
         evidence: of the ranks that could be asked; one that is missing has not answered.
@@ -88,18 +94,30 @@ def find_suspects(
     """
     by_rank = {one.rank: one for one in evidence if one.rank in host_of}
     ranks = sorted(host_of)
-    court = _Court(ranks, host_of, [frozenset(group) for group in groups])
+    verdicts = _Verdicts(ranks, host_of, [frozenset(group) for group in groups])
     known = [by_rank[rank] for rank in ranks if rank in by_rank]
     stopped = [one for one in known if one.state in _STOPPED]
-    waits = blame_by_records(known, ranks, court.silent(by_rank))
+    texts = MemberTexts()
+    records: dict[int, FlightRecord] = {}
+    for rank in ranks:
+        # A record that cannot be read does not count: a rank may write anything.
+        with suppress(ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+            if rank in by_rank and (text := by_rank[rank].flight_record):
+                records[rank] = read_record(msgspec.json.decode(text), texts)
+    waits = blame(records, texts, ranks, frozenset(verdicts.silent(by_rank)))
+    line = _in_one_line(records, texts, host_of) if waits.guilty else ""
+    # In the order of the docstring above, and all of them: the first decides, the others are reported beside it. Stacks
+    # are compared by functions first, since ranks in one loop are at different lines by chance.
     looks: dict[str, Callable[[], Suspects | None]] = {
-        "silence": lambda: court.silence(by_rank),
-        "state": lambda: court.states(stopped),
-        "collective": lambda: court.collectives(waits, known),
-        "kernel": lambda: court.states(known),
-        "step": lambda: court.steps(known),
+        "silence": lambda: verdicts.silence(by_rank),
+        "state": lambda: verdicts.states(stopped),
+        "collective": lambda: verdicts.collectives(waits, known),
+        "kernel": lambda: verdicts.states(known),
+        "step": lambda: verdicts.steps(known),
         "stack": lambda: (
-            court.waiting(known) or court.clusters(known, without_lines) or court.clusters(known, lambda frames: frames)
+            verdicts.waiting(known)
+            or verdicts.clusters(known, without_lines)
+            or verdicts.clusters(known, lambda frames: frames)
         ),
     }
     found = {kind: one for kind, look in looks.items() if (one := look()) is not None}
@@ -107,34 +125,29 @@ def find_suspects(
         return Suspects((), (), "; ".join(filter(None, ("cannot tell: no rank stands out from the others", waits.why))))
     kind, first = next(iter(found.items()))
     if not first.ranks:
-        return first
+        return replace(first, line=line)
+    # By the records others may be at fault too, which the silent and the stopped did not cause.
     if kind in ("silence", "state") and (more := found.get("collective")) is not None and not more.is_group:
-        first = court.joined(first, more)
+        first = verdicts.joined(first, more)
         found.pop("collective")
+    # The other kinds do not decide, but people want to know whether they agree.
     others = [found[other] for other in ("collective", "step", "stack") if other in found and other != kind]
     agree = [other.by for other in others if other.ranks == first.ranks]
     words = [first.why, *(["so by " + " and ".join(agree)] if agree else [])]
     words += [f"but by {other.by} {other.why}" for other in others if not set(other.ranks) <= set(first.ranks)]
     if kind == "collective" and waits.guilty and waits.why:
         words.append(f"one more of these too: {waits.why}" if waits.possible else waits.why)
-    return replace(first, why="; ".join(words)[:_WHY_CHARACTERS])
+    return replace(first, why="; ".join(words)[:_WHY_CHARACTERS], line=line)
 
 
-def blame_by_records(known: Iterable[RankEvidence], ranks: Sequence[int], silent: Iterable[int]) -> Blame:
-    """What flight records say; what cannot be read is none."""
-    texts = MemberTexts()
-    records: dict[int, FlightRecord] = {}
-    for one in known:
-        if one.flight_record:
-            try:
-                records[one.rank] = read_record(msgspec.json.decode(one.flight_record), texts)
-            except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-                continue
-    return blame(records, texts, ranks, frozenset(silent))
+def _in_one_line(records: Mapping[int, FlightRecord], texts: MemberTexts, host_of: Mapping[int, str]) -> str:
+    groups = {group: texts.ranks(group.members) for one in records.values() for group in one.parts if group.members}
+    verdict = judge_hang(HangContext(RankPlaces(host_of.keys(), groups, host_of), records, texts))
+    return verdict.sentence[:_WHY_CHARACTERS]
 
 
-class _Court:
-    """Decides whether ranks that differ are few enough, or enough of one kind, to be named."""
+class _Verdicts:
+    """Whether ranks that differ are few enough, or enough of one kind, to be named."""
 
     def __init__(self, ranks: Sequence[int], host_of: Mapping[int, str], groups: Sequence[frozenset[int]]) -> None:
         self._ranks = ranks
@@ -143,28 +156,23 @@ class _Court:
         self._groups = sorted(here, key=lambda group: (len(group), sorted(group)))
 
     def _named(self, ranks: Iterable[int], by: str, what: str, most: float = 0.5) -> Suspects | None:
-        """These ranks if they are no larger a share than `most`, else the group that they are, else None."""
+        """These ranks if their share is at most `most`, else the group that they are, else None."""
         named = tuple(sorted(set(ranks)))
         if not named or len(named) == len(self._ranks):
             return None
         hosts = self._hosts(named)
-        if by == "stack" and len(hosts) > 1 and (group := self._group_of(named)) is not None:
+        # The smallest group of the layout, but not all ranks, that holds all of these: they share a fault.
+        holding = (group for group in self._groups if set(named) <= group and len(group) < len(self._ranks))
+        if by == "stack" and len(hosts) > 1 and (group := next(holding, None)) is not None:
             members = tuple(sorted(group))
-            why = f"{_list(named)} {what}; all of the group {_list(members)}"
+            why = f"{list_ranks(named)} {what}; all of the group {list_ranks(members)}"
             return Suspects(members, self._hosts(members), why, by, is_group=True)
         if len(named) <= most * len(self._ranks):
-            return Suspects(named, hosts, f"{_list(named)} on {', '.join(hosts)} {what}", by)
+            return Suspects(named, hosts, f"{list_ranks(named)} on {', '.join(hosts)} {what}", by)
         return None
 
     def _hosts(self, ranks: Iterable[int]) -> tuple[str, ...]:
         return tuple(sorted({self._host_of[rank] for rank in ranks}))
-
-    def _group_of(self, named: Sequence[int]) -> frozenset[int] | None:
-        """The smallest group of several, but not of all ranks, that holds all of these."""
-        if len(named) < 2:
-            return None
-        holding = (group for group in self._groups if set(named) <= group and len(group) < len(self._ranks))
-        return next(holding, None)
 
     def silent(self, by_rank: Mapping[int, RankEvidence]) -> list[int]:
         return [rank for rank in self._ranks if rank not in by_rank or _is_silent(by_rank[rank])]
@@ -194,20 +202,22 @@ class _Court:
         steps = {one.rank: one.step for one in known if one.step >= 0}
         if not steps:
             return None
+        # Of two steps that as many ranks are at the later one counts: the others are behind.
         common = max(Counter(steps.values()).items(), key=lambda item: (item[1], item[0]))[0]
         behind = {rank: step for rank, step in steps.items() if step < common}
         least = min(behind.values(), default=0)
         oldest = [rank for rank, step in behind.items() if step == least]
         return self._named(oldest, "step", f"at step {least}, most at {common}")
 
-    def collectives(self, found: Blame, known: Sequence[RankEvidence]) -> Suspects | None:
-        """Whom flight records name; what is not in them, stacks may tell."""
+    def collectives(self, found: HangVerdict, known: Sequence[RankEvidence]) -> Suspects | None:
+        """Ranks that flight records name; stacks may show what is not in the records."""
         elsewhere = {one.rank for one in known if one.stacks and not waits_for_peers(main_stack(one.stacks))}
         stacks = {one.rank for one in known if one.stacks}
         named = set(found.guilty)
         if named <= stacks and named & elsewhere and named - elsewhere:
             named &= elsewhere  # the others wait too, in something that NCCL knows nothing of
         if named:
+            # As everywhere here: of more than half no rank stands out.
             if 2 * len(named) > len(self._ranks):
                 return None
             words = [f"rank {rank} on {self._host_of[rank]} {found.guilty[rank]}" for rank in sorted(named)[:4]]
@@ -224,20 +234,21 @@ class _Court:
         return None
 
     def waiting(self, known: Sequence[RankEvidence]) -> Suspects | None:
-        """Who is elsewhere while all others wait in a collective."""
+        """Ranks that are elsewhere while all others wait in a collective."""
+        # A rank whose stacks could not be read proves nothing either way.
         stacks = {one.rank: main_stack(one.stacks) for one in known if one.stacks}
         elsewhere = [rank for rank, frames in stacks.items() if not waits_for_peers(frames)]
         ended = [one for one in known if one.rank in elsewhere and has_ended(stacks[one.rank])]
         if ended and len(ended) == len(elsewhere):
             what = _ended([name for one in ended for name in one.kept_by])
-            return self._named(elsewhere, "stack", f"{what}, all others in a collective")
-        places = ", ".join(sorted({str(stacks[rank][0]) for rank in elsewhere if stacks[rank]})[:3])
-        return self._named(elsewhere, "stack", f"in {places or 'no function'}, all others in a collective")
+        else:
+            what = f"in {_places(stacks, elsewhere)}"
+        return self._named(elsewhere, "stack", f"{what}, all others in a collective")
 
     def clusters(self, known: Sequence[RankEvidence], key: Callable[[tuple[Frame, ...]], Hashable]) -> Suspects | None:
-        """Who has another stack than most, if most have the same."""
+        """Ranks with another stack than most, if most have the same."""
         stacks = {one.rank: main_stack(one.stacks) for one in known if one.stacks}
-        if len(stacks) < 3:
+        if len(stacks) < 3:  # of two stacks each is as odd as the other
             return None
         kinds = Counter(key(frames) for frames in stacks.values())
         common, count = kinds.most_common(1)[0]
@@ -245,11 +256,14 @@ class _Court:
             return None
         others = [rank for rank, frames in stacks.items() if key(frames) != common]
         if not any(waits_for_peers(frames) for frames in stacks.values() if key(frames) == common):
-            # Whoever waits for those that are elsewhere stands out among them, but does not hold them up.
+            # A rank that waits for those that are elsewhere stands out among them, but does not hold them up.
             others = [rank for rank in others if not waits_for_peers(stacks[rank])]
-        places = ", ".join(sorted({str(stacks[rank][0]) for rank in others if stacks[rank]})[:3])
         at = next(str(frames[0]) for frames in stacks.values() if key(frames) == common) if common else "nothing"
-        return self._named(others, "stack", f"in {places or 'no function'}, {count} others in {at}")
+        return self._named(others, "stack", f"in {_places(stacks, others)}, {count} others in {at}")
+
+
+def _places(stacks: Mapping[int, tuple[Frame, ...]], ranks: Iterable[int]) -> str:
+    return ", ".join(sorted({str(stacks[rank][0]) for rank in ranks if stacks[rank]})[:3]) or "no function"
 
 
 def place_of(evidence: Iterable[RankEvidence]) -> str:
@@ -266,21 +280,21 @@ def place_of(evidence: Iterable[RankEvidence]) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """What some ranks do that make no step, said of one of them."""
+    """What some ranks without steps do, in words for one of them."""
 
     ranks: tuple[int, ...]
     what: str
 
     def __str__(self) -> str:
         """Such as ``ranks 0, 2: each waits for other ranks, in barrier (…)``."""
-        return f"{_list(self.ranks)}:{' each' if len(self.ranks) > 1 else ''} {self.what}"
+        return f"{list_ranks(self.ranks)}:{' each' if len(self.ranks) > 1 else ''} {self.what}"
 
 
 def waits_of(evidence: Iterable[RankEvidence]) -> list[Wait]:
     """What each rank waits for, as far as can be seen: those that do the same together.
 
     Returns:
-        Whoever waits for no other rank first, and then what most do.
+        Ranks that do not wait for others first, then what most do.
     """
     same: dict[str, list[int]] = {}
     for one in sorted(evidence, key=lambda one: one.rank):
@@ -321,10 +335,3 @@ def _ended(threads: Sequence[str]) -> str:
 def _is_silent(one: RankEvidence) -> bool:
     """Whether a rank did not answer; of a process that is seen to live only the stacks were not read in time."""
     return one.is_silent and one.state not in _ALIVE
-
-
-def _list(ranks: Sequence[int]) -> str:
-    """Such as ``rank 3`` or ``ranks 3, 4, 5 and 9 more``."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

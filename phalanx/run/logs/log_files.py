@@ -5,10 +5,9 @@ number; nothing is renamed, so a reader that follows loses nothing. The oldest s
 go when all together would take more than is to be kept. Lines are handed to the system at once, without fsync: a killed
 process loses none, a power cut the last seconds.
 
-Reading log files while they are written: their last lines, and following them over segments and attempts.
-
-A folder holds the logs of one host, or folders of hosts that do. Lines of several ranks come in the order of their
-times, as far as they are there together.
+Readers give the last lines, and follow files while they are written, over segments and attempts. A folder holds the
+logs of one host, or folders of hosts that do. Lines of several ranks come in the order of their times, as far as they
+are there together.
 """
 
 from __future__ import annotations
@@ -16,14 +15,19 @@ from __future__ import annotations
 import heapq
 import os
 import re
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
+
+from phalanx.core.files import lines_backwards
 
 SEGMENT_BYTES = 32 << 20
 KEPT_BYTES = 512 << 20
+_BLOCK_BYTES = 1 << 18
 
 _SEGMENT = re.compile(r"attempt-(\d+)\.(\d+)\.log")
 _RANK = re.compile(r"rank-(\d+)")
@@ -31,7 +35,7 @@ _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z \[rank (\d+)\] (.*
 
 
 @dataclass(frozen=True, order=True)
-class Segment:
+class LogSegment:
     """A log file; in the order of their writing."""
 
     attempt: int
@@ -40,22 +44,13 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of a rank.
-
-    Attributes:
-        unix_s: when it was read from the rank, to the millisecond.
-    """
+class LoggedLine:
+    """A line of a rank. `unix_s`: when it was read from the rank, to the millisecond."""
 
     rank: int
     attempt: int
     unix_s: float
     text: str
-
-
-def rank_folder(folder: Path, rank: int) -> Path:
-    """Where the log of a rank is."""
-    return folder / f"rank-{rank}"
 
 
 def rank_folders(folder: Path, rank: int | None = None) -> list[tuple[int, Path]]:
@@ -68,38 +63,24 @@ def rank_folders(folder: Path, rank: int | None = None) -> list[tuple[int, Path]
     return sorted(found)
 
 
-def segments(folder: Path) -> list[Segment]:
+def segments(folder: Path) -> list[LogSegment]:
     """The log files of one rank, oldest first; empty where there are none."""
     try:
         paths = list(folder.iterdir())
     except OSError:
         return []
     found = ((_SEGMENT.fullmatch(path.name), path) for path in paths)
-    return sorted(Segment(int(match[1]), int(match[2]), path) for match, path in found if match)
+    return sorted(LogSegment(int(match[1]), int(match[2]), path) for match, path in found if match)
 
 
-def written(rank: int, text: str, unix_s: float) -> str:
-    """A line as it stands in a file."""
-    return f"{_prefix(rank, unix_s)}{text}\n"
-
-
-def _prefix(rank: int, unix_s: float) -> str:
-    try:
-        moment = datetime.fromtimestamp(unix_s, UTC)
-    except (ValueError, OverflowError, OSError):  # of a clock that is beside itself
-        moment = datetime.fromtimestamp(0, UTC)
-    time = moment.isoformat(timespec="milliseconds")[:-6]
-    return f"{time}Z [rank {rank}] "
-
-
-def parsed(raw: bytes, rank: int, attempt: int) -> Line:
+def parsed(raw: bytes, rank: int, attempt: int) -> LoggedLine:
     """A line of a file, without its end. One that was torn by a full disk comes as it is, without a time."""
     text = raw.decode(errors="replace")
     if match := _LINE.fullmatch(text):
         with suppress(ValueError):
             unix_s = datetime.fromisoformat(f"{match[1]}+00:00").timestamp()
-            return Line(int(match[2]), attempt, unix_s, match[3])
-    return Line(rank, attempt, 0.0, text)
+            return LoggedLine(int(match[2]), attempt, unix_s, match[3])
+    return LoggedLine(rank, attempt, 0.0, text)
 
 
 class RankLog:
@@ -108,36 +89,37 @@ class RankLog:
     Not for several threads at once. Two writers of one rank and attempt write to segments of their own.
 
     Attributes:
-        lost_lines: that could not be written, so far.
         problem: why the last write failed; empty: it did not.
     """
 
     def __init__(
         self, folder: Path, rank: int, attempt: int, *, segment_bytes: int = SEGMENT_BYTES, kept_bytes: int = KEPT_BYTES
     ) -> None:
-        self._folder, self._rank, self._attempt = rank_folder(folder, rank), rank, attempt
+        self._folder, self._rank, self._attempt = folder / f"rank-{rank}", rank, attempt
         self._segment_bytes, self._kept_bytes = min(segment_bytes, kept_bytes), kept_bytes
         self._descriptor = -1
         self._size = 0
         self._is_torn = False
-        self._unsaid = 0
-        self.lost_lines = 0
+        self._lost_lines = 0
         self.problem = ""
 
     def write(self, lines: Sequence[str], unix_s: float) -> None:
         """Append lines; what cannot be written is counted."""
-        prefix = _prefix(self._rank, unix_s)
+        try:
+            moment = datetime.fromtimestamp(unix_s, UTC)
+        except (ValueError, OverflowError, OSError):  # of a clock that is beside itself
+            moment = datetime.fromtimestamp(0, UTC)
+        prefix = f"{moment.isoformat(timespec='milliseconds')[:-6]}Z [rank {self._rank}] "
         texts = [f"{prefix}{text}\n" for text in lines]
-        if self._unsaid:
-            note = f"[phalanx: {self._unsaid} lines could not be written: {self.problem}]"
+        if self._lost_lines:
+            note = f"[phalanx: {self._lost_lines} lines could not be written: {self.problem}]"
             texts.insert(0, f"{prefix}{note}\n")
         try:
             self._append(texts)
-            self.problem, self._unsaid = "", 0
+            self.problem, self._lost_lines = "", 0
         except OSError as error:
             self.problem = error.strerror or str(error)
-            self.lost_lines += len(lines)
-            self._unsaid += len(lines)
+            self._lost_lines += len(lines)
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
@@ -172,7 +154,16 @@ class RankLog:
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        _prune(self._folder, self._kept_bytes - self._segment_bytes)
+        # The oldest segments go, until there is room for another one.
+        old = []
+        for segment in segments(self._folder):
+            with suppress(OSError):
+                old.append((segment.path, segment.path.stat().st_size))
+        total = sum(size for _, size in old)
+        for path, size in old:
+            if total > self._kept_bytes - self._segment_bytes:
+                path.unlink(missing_ok=True)
+                total -= size
         numbers = [segment.number for segment in segments(self._folder) if segment.attempt == self._attempt]
         number = max(numbers, default=0)
         while self._descriptor < 0:
@@ -184,30 +175,15 @@ class RankLog:
         self._size, self._is_torn = 0, False
 
 
-def _prune(folder: Path, most_bytes: int) -> None:
-    """Remove the oldest segments until all together have `most_bytes` at most."""
-    found = [(segment.path, _size_of(segment.path)) for segment in segments(folder)]
-    total = sum(size for _, size in found)
-    for path, size in found:
-        if total <= most_bytes:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-_BLOCK_BYTES = 1 << 18
-
-
-def last_lines(folder: Path, rank: int | None, count: int) -> list[Line]:
+def last_lines(folder: Path, rank: int | None, count: int) -> list[LoggedLine]:
     """The last `count` lines of a rank (None: of all ranks together), whatever attempts they are of."""
     return _last([list(_newest(rank, path, count)) for rank, path in rank_folders(folder, rank)], count)
+
+
+def newest_first(folders: Sequence[tuple[int, Path]]) -> Iterator[LoggedLine]:
+    """All lines of these `rank_folders`, the newest first, read as they are asked for."""
+    each = [_newest(rank, path, sys.maxsize) for rank, path in reversed(folders)]
+    return heapq.merge(*each, key=attrgetter("unix_s"), reverse=True)
 
 
 class Follower:
@@ -224,16 +200,21 @@ class Follower:
     ) -> None:
         self._folder, self._rank, self._since_unix_s = folder, rank, since_unix_s
         self._files: dict[Path, _RankFile] = {}
-        self._first: list[Line] = []
+        self._first: list[LoggedLine] = []
         if last is not None:
             there = rank_folders(folder, rank)
             self._files = {path: _RankFile(number, path, at_end=True) for number, path in there}
             self._first = _last([self._files[path].newest(last) for _, path in there], last)
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[LoggedLine]:
         """The lines that have come since the last call, up to some megabytes; empty: there are none now."""
         while True:
-            lines = self._next()
+            first, self._first = self._first, []
+            for rank, path in rank_folders(self._folder, self._rank):
+                if path not in self._files:
+                    self._files[path] = _RankFile(rank, path)
+            new = heapq.merge(*(file.poll() for file in self._files.values()), key=attrgetter("unix_s"))
+            lines = [*first, *new]
             if kept := [line for line in lines if line.unix_s >= self._since_unix_s]:
                 return kept
             if not lines:
@@ -245,13 +226,6 @@ class Follower:
             file.close()
         self._files.clear()
 
-    def _next(self) -> list[Line]:
-        first, self._first = self._first, []
-        for rank, path in rank_folders(self._folder, self._rank):
-            if path not in self._files:
-                self._files[path] = _RankFile(rank, path)
-        return [*first, *heapq.merge(*(file.poll() for file in self._files.values()), key=_time)]
-
 
 async def follow(
     folder: Path,
@@ -260,7 +234,7 @@ async def follow(
     *,
     last: int | None = None,
     since_unix_s: float = 0.0,
-) -> AsyncIterator[Line]:
+) -> AsyncIterator[LoggedLine]:
     """Lines as they are written, for ever.
 
     Args:
@@ -284,28 +258,39 @@ class _RankFile:
 
     def __init__(self, rank: int, folder: Path, *, at_end: bool = False) -> None:
         self._rank, self._folder = rank, folder
-        self._segment: Segment | None = None
+        self._segment: LogSegment | None = None
         self._descriptor = -1
         self._partial = b""
         if at_end and (there := segments(folder)):
             self._open(there[-1])
-            self._skip_whole_lines()
+            if self._descriptor >= 0:  # after the last whole line
+                start = os.lseek(self._descriptor, 0, os.SEEK_END)
+                while start > 0:
+                    begin = max(start - _BLOCK_BYTES, 0)
+                    end = os.pread(self._descriptor, start - begin, begin).rfind(b"\n")
+                    start = begin
+                    if end >= 0:
+                        start = begin + end + 1
+                        break
+                os.lseek(self._descriptor, start, os.SEEK_SET)
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[LoggedLine]:
         """New lines, up to a block of them, or none."""
         while True:
             there = segments(self._folder)  # before reading: once there is a later segment, this one is complete
-            if self._descriptor >= 0 and (lines := self._read()) is not None:
-                return lines
+            while self._descriptor >= 0 and (block := os.read(self._descriptor, _BLOCK_BYTES)):
+                *lines, self._partial = (self._partial + block).split(b"\n")
+                if lines:
+                    return [self._line(line) for line in lines]
             later = [segment for segment in there if self._segment is None or segment > self._segment]
             if not later:
                 return []
-            torn = self._torn()
+            torn = [self._line(self._partial)] if self._partial else []  # the writer died within a line
             self._open(later[0])
             if torn:
                 return torn
 
-    def newest(self, count: int) -> list[Line]:
+    def newest(self, count: int) -> list[LoggedLine]:
         """The last `count` lines before the place where reading stands, newest first."""
         if self._segment is None or self._descriptor < 0:
             return []
@@ -319,7 +304,7 @@ class _RankFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _open(self, segment: Segment) -> None:
+    def _open(self, segment: LogSegment) -> None:
         self.close()
         self._segment, self._partial = segment, b""
         try:
@@ -327,46 +312,16 @@ class _RankFile:
         except FileNotFoundError:  # it was the oldest, and has just gone
             self._descriptor = -1
 
-    def _read(self) -> list[Line] | None:
-        """Whole lines of the next blocks; None: at the end of what is there."""
-        while block := os.read(self._descriptor, _BLOCK_BYTES):
-            *lines, self._partial = (self._partial + block).split(b"\n")
-            if lines:
-                return [self._line(line) for line in lines]
-        return None
-
-    def _torn(self) -> list[Line]:
-        """The end of a segment whose writer died within a line."""
-        return [self._line(self._partial)] if self._partial else []
-
-    def _line(self, raw: bytes) -> Line:
+    def _line(self, raw: bytes) -> LoggedLine:
         return parsed(raw, self._rank, self._segment.attempt if self._segment else 0)
 
-    def _skip_whole_lines(self) -> None:
-        if self._descriptor < 0:
-            return
-        size = os.lseek(self._descriptor, 0, os.SEEK_END)
-        start = size
-        while start > 0:
-            begin = max(start - _BLOCK_BYTES, 0)
-            cut = os.pread(self._descriptor, start - begin, begin).rfind(b"\n")
-            if cut >= 0:
-                start = begin + cut + 1
-                break
-            start = begin
-        os.lseek(self._descriptor, start, os.SEEK_SET)
 
-
-def _time(line: Line) -> float:
-    return line.unix_s
-
-
-def _last(newest: list[list[Line]], count: int) -> list[Line]:
+def _last(newest: list[list[LoggedLine]], count: int) -> list[LoggedLine]:
     """Of lines of each rank, newest first, the last `count` of all, in order."""
-    return list(heapq.merge(*(lines[::-1] for lines in newest), key=_time))[-count:] if count > 0 else []
+    return list(heapq.merge(*(lines[::-1] for lines in newest), key=attrgetter("unix_s")))[-count:] if count > 0 else []
 
 
-def _newest(rank: int, folder: Path, count: int, end: tuple[Segment, int] | None = None) -> Iterator[Line]:
+def _newest(rank: int, folder: Path, count: int, end: tuple[LogSegment, int] | None = None) -> Iterator[LoggedLine]:
     """The last `count` lines of one rank, newest first; of those before a byte of a segment, if one is given."""
     there = [segment for segment in segments(folder) if end is None or segment <= end[0]]
     for segment in reversed(there):
@@ -384,15 +339,4 @@ def _backwards(path: Path, size: int | None) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     with file:
-        start, rest, is_end = file.seek(0, os.SEEK_END) if size is None else size, b"", True
-        while start > 0:
-            begin = max(start - _BLOCK_BYTES, 0)
-            file.seek(begin)
-            block = file.read(start - begin) + rest
-            if is_end:
-                block, is_end = block.removesuffix(b"\n"), False
-            rest, *lines = block.split(b"\n")
-            yield from reversed(lines)
-            start = begin
-        if rest or not is_end:
-            yield rest
+        yield from lines_backwards(file, size)

@@ -1,6 +1,6 @@
-"""Bytes that a rank writes become lines of text.
+"""From the bytes that a rank writes to lines of text, and the newest of these for heartbeats and reports.
 
-The newest lines of ranks, for heartbeats and for reports; bounded, and what is left out is counted.
+What is kept is bounded, and what is left out is counted.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 
 from phalanx.run.messages import LogLine
 
-MAX_LINE_BYTES = 16 << 10
-"""A longer line is cut, with a note of how much is missing."""
+MAX_LINE_BYTES = 16 << 10  # a longer line is cut, with a note of how much is missing
+OUTPUT_BYTES = 512 << 10  # of lines, that one heartbeat of each host of a job may carry, all hosts together
+_LEAST_BYTES = 4 << 10
+_LINE_BYTES = 32  # of a message, for a line besides its text
+_LEAST_CHARS = 256
 
 # Escape sequences as in ECMA-48, with 7 or 8 bits: commands, then strings with their end, then the rest.
 _SEQUENCES = re.compile(
@@ -25,10 +28,10 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class LineSplitter:
-    """What one rank writes, cut into lines.
+    """Cuts what one rank writes into lines.
 
     Of a line that is drawn over and over with carriage returns, as progress bars are, the last state stays. Bytes that
-    are no UTF-8 become U+FFFD. Never holds more than one line, nor more of it than `max_line_bytes`.
+    are not UTF-8 become U+FFFD. Never holds more than one line, nor more of it than `max_line_bytes`.
     """
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
@@ -54,7 +57,10 @@ class LineSplitter:
     @property
     def pending(self) -> str:
         """The line that has no end yet, in its present state, such as a progress bar's."""
-        return self._text()
+        text = self._head.decode(errors="replace")
+        if self._missing:  # the cut may be within a character
+            text = f"{text.rstrip(chr(0xFFFD))} … [{self._missing} bytes more]"
+        return text
 
     def _extend(self, piece: bytes) -> None:
         body = piece.rstrip(b"\r")
@@ -70,15 +76,9 @@ class LineSplitter:
         self._returned |= piece.endswith(b"\r")
 
     def _take(self) -> str:
-        text = self._text()
+        text = self.pending
         self._head.clear()
         self._missing, self._returned = 0, False
-        return text
-
-    def _text(self) -> str:
-        text = self._head.decode(errors="replace")
-        if self._missing:
-            text = f"{text.rstrip(chr(0xFFFD))} … [{self._missing} bytes more]"
         return text
 
 
@@ -97,16 +97,6 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-OUTPUT_BYTES = 512 << 10
-"""Of lines, that one heartbeat of each host of a job may carry, all hosts together."""
-
-_LEAST_BYTES = 4 << 10
-_LINE_BYTES = 32
-"""Of a message, for a line besides its text."""
-
-_LEAST_CHARS = 256
-
-
 def share_of(hosts: int) -> int:
     """Bytes of lines that a heartbeat may carry, of a job of so many hosts."""
     return max(OUTPUT_BYTES // max(hosts, 1), _LEAST_BYTES)
@@ -120,7 +110,7 @@ class Tails:
 
     Attributes:
         heartbeat_bytes: of lines that one heartbeat carries at most.
-        on_full: called, once until `sent`, when half of them are there: whoever sends them then loses none. Where
+        on_full: called, once until `sent`, when half of them are there: sent then, none is lost. Where
             heartbeats carry little, since there are many hosts, it is not called: a log says more than people read.
     """
 
@@ -132,7 +122,7 @@ class Tails:
         self._kept: dict[int, deque[str]] = {}
         self._dropped: Counter[int] = Counter()
         self._total_bytes = 0
-        self._is_told = False
+        self._is_full = False
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Lines that a rank has written."""
@@ -142,8 +132,8 @@ class Tails:
             text = cut(line, most_chars)
             self._new.setdefault(rank, deque()).append(text)
             self._count(rank, _cost_bytes(text))
-            if self._total_bytes > self.heartbeat_bytes // 2 >= 8 * _LEAST_BYTES and not self._is_told:
-                self._is_told = True
+            if self._total_bytes > self.heartbeat_bytes // 2 >= 8 * _LEAST_BYTES and not self._is_full:
+                self._is_full = True
                 self.on_full()
             if self._total_bytes > self.heartbeat_bytes:
                 self._leave_out()
@@ -154,17 +144,20 @@ class Tails:
         return not self._new
 
     def newest(self) -> list[LogLine]:
-        """The newest lines since `sent`, in the order of ranks; where some of a rank's were left out, a line says so
-        before the others.
-        """
-        return [line for rank in sorted(self._new) for line in self._newest(rank)]
+        """The newest lines since `sent`, in order of rank; a line before a rank's says how many were left out."""
+        found = []
+        for rank in sorted(self._new):
+            if dropped := self._dropped[rank]:
+                found.append(LogLine(rank, left_out(dropped)))
+            found += [LogLine(rank, text) for text in self._new[rank]]
+        return found
 
     def sent(self) -> None:
         """The newest lines are on their way."""
         self._new.clear()
         self._bytes.clear()
         self._dropped.clear()
-        self._total_bytes, self._is_told = 0, False
+        self._total_bytes, self._is_full = 0, False
 
     def last(self, rank: int) -> list[str]:
         """The newest lines of a rank, whole."""
@@ -179,21 +172,16 @@ class Tails:
         self._total_bytes += bytes_
 
     def _leave_out(self) -> None:
-        """Of those who have written most, the oldest lines; each keeps one."""
+        # The oldest lines of the ranks that have written most; each keeps one.
         for rank, _ in self._bytes.most_common():
             new = self._new[rank]
             while len(new) > 1 and self._total_bytes > self.heartbeat_bytes:
                 self._count(rank, -_cost_bytes(new.popleft()))
                 self._dropped[rank] += 1
 
-    def _newest(self, rank: int) -> list[LogLine]:
-        dropped = self._dropped[rank]
-        missing = [LogLine(rank, left_out(dropped))] if dropped else []
-        return missing + [LogLine(rank, text) for text in self._new[rank]]
-
 
 def left_out(count: int) -> str:
-    """What is said in the place of so many lines."""
+    """The line in the place of so many lines."""
     words = "one more line is" if count == 1 else f"{count:,} more lines are"
     return f"… {words} in the log"
 

@@ -11,15 +11,12 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from phalanx.core.asyncio_tasks import told
+from phalanx.core.asyncio_tasks import report_failure
 from phalanx.run.logs.log_files import RankLog
 from phalanx.run.logs.log_lines import LineSplitter, Tails
 
 _BLOCK_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20
-"""The most that a pipe holds, unless root made it larger."""
-
-OnLines = Callable[[int, Sequence[str]], None]
+_PIPE_BYTES = 1 << 20  # the most that a pipe holds, unless root made it larger
 
 
 class Pump:
@@ -28,12 +25,12 @@ class Pump:
     Whatever fails goes to the loop's exception handler, and the output of all ranks is taken on.
 
     Args:
-        tails: gets every line.
         on_lines: called with rank and lines as soon as they are read, before they are written; must be quick.
-        unix_s: the time, for the files.
     """
 
-    def __init__(self, tails: Tails, on_lines: OnLines, unix_s: Callable[[], float]) -> None:
+    def __init__(
+        self, tails: Tails, on_lines: Callable[[int, Sequence[str]], None], unix_s: Callable[[], float]
+    ) -> None:
         self._tails, self._on_lines, self._unix_s = tails, on_lines, unix_s
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="phalanx-logs")
@@ -51,7 +48,9 @@ class Pump:
         os.set_blocking(descriptor, False)
         self._splitters[rank], self._logs[rank], self._unwritten[rank] = LineSplitter(), log, []
         self._descriptors[rank] = descriptor
-        self._tasks[rank] = told(self._loop.create_task(self._serve(rank, descriptor)), f"the output of rank {rank}")
+        self._tasks[rank] = report_failure(
+            self._loop.create_task(self._serve(rank, descriptor)), f"the output of rank {rank}"
+        )
 
     def last_lines(self, rank: int) -> list[str]:
         """The newest lines of a rank, and the one that it has begun."""
@@ -64,7 +63,7 @@ class Pump:
         return self._taken_bytes.get(rank, 0)
 
     def take_now(self, rank: int) -> None:
-        """Take what a rank has written and is in its pipe, so that it is known before its end is told."""
+        """Take what a rank has written and is in its pipe, so that it is known before its end is reported."""
         descriptor, rest = self._descriptors.get(rank), _PIPE_BYTES
         while descriptor is not None and rest > 0 and (block := _read(descriptor)):
             rest -= len(block)
@@ -72,17 +71,13 @@ class Pump:
         if descriptor in self._wakes:
             self._wakes[descriptor].set()
 
-    def problems(self) -> dict[int, str]:
-        """Rank -> why its log cannot be written just now."""
-        return {rank: log.problem for rank, log in self._logs.items() if log.problem}
-
     async def until_ended(self) -> None:
         """Wait until every process that could write has closed its end of the pipes."""
         if self._tasks:
             await asyncio.wait(self._tasks.values())
 
     async def close(self) -> None:
-        """Take what still is in the pipes, write it, and let go of all; it does not matter who still holds an end."""
+        """Take what still is in the pipes, write it, and let go of all; whether or not a process still holds an end."""
         self._is_closing = True
         for wake in self._wakes.values():
             wake.set()
@@ -97,7 +92,7 @@ class Pump:
             while rest > 0 and (block := await self._block(rank, descriptor)) != b"":
                 if block is not None:
                     self._take(rank, block)
-                    if self._is_closing:  # somebody who escaped may write for ever
+                    if self._is_closing:  # a process that escaped may write for ever
                         rest -= len(block)
                 await self._write(rank)
             self._show(rank, splitter.finish())
@@ -118,18 +113,14 @@ class Pump:
                 return None
             if self._is_closing:
                 return b""
-            await self._readable(descriptor)
+            wake = self._wakes.setdefault(descriptor, asyncio.Event())
+            wake.clear()
+            self._loop.add_reader(descriptor, wake.set)
+            try:
+                await wake.wait()  # `close` and `take_now` set it too
+            finally:
+                self._loop.remove_reader(descriptor)
         return block
-
-    async def _readable(self, descriptor: int) -> None:
-        """Wait until there is something to read, or the pump closes."""
-        wake = self._wakes.setdefault(descriptor, asyncio.Event())
-        wake.clear()
-        self._loop.add_reader(descriptor, wake.set)
-        try:
-            await wake.wait()
-        finally:
-            self._loop.remove_reader(descriptor)
 
     def _take(self, rank: int, block: bytes) -> None:
         self._taken_bytes[rank] = self.taken_bytes(rank) + len(block)
@@ -143,7 +134,7 @@ class Pump:
         try:
             self._on_lines(rank, lines)
         except Exception as error:
-            self._tell(f"looking at the lines of rank {rank}", error)
+            self._report_failure(f"looking at the lines of rank {rank}", error)
 
     async def _write(self, rank: int) -> None:
         lines, self._unwritten[rank] = self._unwritten[rank], []
@@ -153,9 +144,9 @@ class Pump:
         try:
             await self._loop.run_in_executor(self._threads, self._logs[rank].write, lines, self._unix_s())
         except Exception as error:  # a rank must not be stopped by its log
-            self._tell(f"writing the log of rank {rank}", error)
+            self._report_failure(f"writing the log of rank {rank}", error)
 
-    def _tell(self, what: str, error: Exception) -> None:
+    def _report_failure(self, what: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": f"{what} has failed", "exception": error})
 
 
@@ -165,5 +156,5 @@ def _read(descriptor: int) -> bytes | None:
         return os.read(descriptor, _BLOCK_BYTES)
     except BlockingIOError:
         return None
-    except OSError:  # of a terminal: nobody holds the other end
+    except OSError:  # of a terminal without its other end
         return b""

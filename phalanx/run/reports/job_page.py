@@ -1,4 +1,4 @@
-"""A job as one web page that needs nothing else, and of which no word can be markup. Pure, torch-free.
+"""A job as one web page that needs nothing else, and of which no word can be markup.
 
 The page loads nothing, runs no script and asks for itself again by a header of its own, so that it can be sent with
 ``Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'``.
@@ -15,14 +15,14 @@ from phalanx.run.incidents.incident_pages import Summary, to_html
 from phalanx.run.incidents.report import Incident
 from phalanx.run.logs.log_lines import cut, escape_for_html
 from phalanx.run.reports import terminal_text
-from phalanx.run.reports.live_view import doing
-from phalanx.run.reports.recent_events import HostView, Item, Overview, Told, Wrote
+from phalanx.run.reports.recent_events import Item, Overview, Told
 
 REFRESH_S = 3
 
 _EVENTS = 30
 _LINES = 40
 _INCIDENTS = 20
+_DETECTIONS = 10
 _HOSTS = 200
 _LINE_CHARS = 400
 
@@ -60,24 +60,31 @@ _STATES = {
 
 
 def page(now: Overview, items: Sequence[Item], incidents: Sequence[Summary], link: str = "incidents/") -> str:
-    """A job now.
-
-    Args:
-        items: what was said and written lately, in order.
-        incidents: all of them, in order.
-        link: what comes before the number of an incident in the address of its page.
-    """
-    told = [item for item in items if isinstance(item, Told)]
-    wrote = [item for item in items if isinstance(item, Wrote)]
+    """A job now, with recent items and all incidents in order; an incident's page is at `link` and its number."""
+    events, lines = [], []
+    for item in items:
+        if isinstance(item, Told):
+            text = "\n".join(_text(cut(part, _LINE_CHARS)) for part in terminal_text.event_text(item).split("\n"))
+            time = f'<span class="soft">{_date(item.unix_s, "%H:%M:%S")}</span>'
+            events.append(f'{time} <span class="{_text(item.level)}">{text}</span>')
+        else:
+            lines.append(f'<span class="soft">[rank {item.rank}]</span> {_text(cut(item.text, _LINE_CHARS))}')
+    if now.status is not None:
+        phase = "done" if now.status == 0 else f"ended with status {now.status}"
+        again = ""
+    else:
+        phase = f"{now.phase}{f', attempt {now.attempt}' if now.attempt else ''}, for {duration(now.phase_s)}"
+        again = f"; the page asks again every {REFRESH_S} s"
     parts = [
-        f"<h1>{_text(now.job)} <small>{_text(_phase(now))}</small></h1>",
+        f"<h1>{_text(now.job)} <small>{_text(phase)}</small></h1>",
         *_notes(now, link),
         _facts(now),
         _section("Hosts", _hosts(now)),
         _section("Incidents", _incidents(incidents, link)),
-        _section("Last events", _box(_event(one) for one in reversed(told[-_EVENTS:]))),
-        _section("Last lines of ranks", _box(_line(one) for one in wrote[-_LINES:])),
-        f"<p><small>As of {_date(now.unix_s)} UTC{_again(now)}.</small></p>",
+        *([_section("Found by judges", _box(_detections(now)))] if now.detections else []),
+        _section("Last events", _box(reversed(events[-_EVENTS:]))),
+        _section("Last lines of ranks", _box(lines[-_LINES:])),
+        f"<p><small>As of {_date(now.unix_s)} UTC{again}.</small></p>",
     ]
     return _whole(f"{now.job}: {now.phase}", parts, None if now.status is not None else REFRESH_S)
 
@@ -110,16 +117,6 @@ def _text(text: str) -> str:
     return escape_for_html(terminal_text.harmless(text))
 
 
-# The job
-
-
-def _phase(now: Overview) -> str:
-    if now.status is not None:
-        return "done" if now.status == 0 else f"ended with status {now.status}"
-    attempt = f", attempt {now.attempt}" if now.attempt else ""
-    return f"{now.phase}{attempt}, for {duration(now.phase_s)}"
-
-
 def _notes(now: Overview, link: str) -> list[str]:
     notes = []
     if now.incident is not None:
@@ -134,12 +131,13 @@ def _notes(now: Overview, link: str) -> list[str]:
 
 
 def _facts(now: Overview) -> str:
+    active = now.hosts_by_state.get("active", sum(host.state == "active" for host in now.hosts))
     known = [
         ("step", f"{now.step:,}" if now.step >= 0 else "none yet"),
         ("steps/s", f"{now.steps_per_s:.3g}" if now.steps_per_s >= 0 else "–"),
         ("last step", f"{terminal_text.age(now.step_age_s)} ago" if now.step_age_s >= 0 else "–"),
         *([("last movement", f"{terminal_text.age(now.quiet_s)} ago")] if terminal_text.moves_otherwise(now) else []),
-        ("hosts", f"{_active(now):,} of {now.hosts_wanted:,}"),
+        ("hosts", f"{active:,} of {now.hosts_wanted:,}"),
         ("ranks", f"{now.world_size:,}"),
         ("spares ready", f"{now.hosts_by_state.get('spare', 0):,}"),
         ("recoveries", f"{now.recoveries:,}"),
@@ -150,41 +148,31 @@ def _facts(now: Overview) -> str:
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _active(now: Overview) -> int:
-    return now.hosts_by_state.get("active", sum(host.state == "active" for host in now.hosts))
-
-
-# Tables
-
-
 def _hosts(now: Overview) -> str:
-    order = sorted(now.hosts, key=lambda host: (terminal_text.is_calm(host), host.place < 0, host.place, host.name))
+    order = sorted(now.hosts, key=terminal_text.host_order)
     has_gpus = any(host.seen is not None and host.seen.accelerators for host in now.hosts)
-    gpu = (":gpu",) if has_gpus else ()
-    heads = ("host", "state", ":ranks", ":step", ":s/step", ":heard", ":cpu", ":memory free", *gpu, "doing")
-    rows = [_host(host, has_gpus) for host in order[:_HOSTS]]
+    gpu_head = (":gpu",) if has_gpus else ()
+    heads = ("host", "state", ":ranks", ":step", ":s/step", ":heard", ":cpu", ":memory free", *gpu_head, "doing")
+    rows = []
+    for host in order[:_HOSTS]:
+        seen, (step, step_s, gpu) = host.seen, terminal_text.host_figures(host)
+        rows.append(
+            [
+                _text(host.name),
+                f'<span class="{_STATES.get(host.state, "")}">{_text(host.state)}</span>',
+                f"{host.ranks[0]}–{host.ranks[-1]}" if len(host.ranks) > 1 else "".join(map(str, host.ranks)),
+                "" if step is None else f"{step:,}",
+                "" if step_s is None else f"{step_s:.3g}",
+                terminal_text.age(host.silent_s),
+                f"{100 * seen.cpu_load:.0f} %" if seen is not None else "",
+                size(seen.memory_free_bytes) if seen is not None else "",
+                *([f"{100 * gpu:.0f} %" if gpu is not None else ""] if has_gpus else []),
+                _text(cut(terminal_text.doing(host), _LINE_CHARS)),
+            ]
+        )
     total = max(sum(now.hosts_by_state.values()), len(now.hosts))
     more = f"<p><small>of {total:,} hosts: {_text(terminal_text.counted(now))}</small></p>" if total > len(rows) else ""
     return _table(heads, rows, "no host yet") + more
-
-
-def _host(host: HostView, has_gpus: bool) -> list[str]:
-    seen = host.seen
-    steps = [worker.step for worker in host.workers if worker.step >= 0]
-    pace = max((worker.last_step_s for worker in host.workers), default=0.0)
-    known = [one.utilisation for one in (seen.accelerators if seen is not None else ()) if one.utilisation >= 0]
-    return [
-        _text(host.name),
-        f'<span class="{_STATES.get(host.state, "")}">{_text(host.state)}</span>',
-        f"{host.ranks[0]}–{host.ranks[-1]}" if len(host.ranks) > 1 else "".join(map(str, host.ranks)),
-        f"{min(steps):,}" if steps else "",
-        f"{pace:.3g}" if pace > 0 else "",
-        terminal_text.age(host.silent_s),
-        f"{100 * seen.cpu_load:.0f} %" if seen is not None else "",
-        size(seen.memory_free_bytes) if seen is not None else "",
-        *([f"{100 * sum(known) / len(known):.0f} %" if known else ""] if has_gpus else []),
-        _text(cut(doing(host), _LINE_CHARS)),
-    ]
 
 
 def _incidents(incidents: Sequence[Summary], link: str) -> str:
@@ -206,6 +194,14 @@ def _incidents(incidents: Sequence[Summary], link: str) -> str:
     return _table(heads, rows, "none so far") + more
 
 
+def _detections(now: Overview) -> list[str]:
+    lines = []
+    for kept in reversed(now.detections[-_DETECTIONS:]):
+        lines.append(_text(cut(terminal_text.detection_text(kept), _LINE_CHARS)))
+        lines += [f"    {_text(cut(reason, _LINE_CHARS))}" for reason in (*kept.found.why, *kept.found.then)]
+    return lines
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], nothing: str) -> str:
     """A table of cells that are markup; heads with a colon before them are of numbers."""
     if not rows:
@@ -219,36 +215,12 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], nothing: str) ->
     return f'<div class="wide"><table><tr>{top}</tr>\n' + "\n".join(body) + "</table></div>"
 
 
-# What was said
-
-
 def _box(lines: Iterable[str]) -> str:
     text = "\n".join(lines)
     return f'<div class="box"><pre>{text}</pre></div>' if text else '<p class="soft">nothing so far</p>'
 
 
-def _event(told: Told) -> str:
-    said = "\n".join(_text(cut(part, _LINE_CHARS)) for part in terminal_text.said(told).split("\n"))
-    return f'<span class="soft">{_time(told.unix_s)}</span> <span class="{_text(told.level)}">{said}</span>'
-
-
-def _line(wrote: Wrote) -> str:
-    return f'<span class="soft">[rank {wrote.rank}]</span> {_text(cut(wrote.text, _LINE_CHARS))}'
-
-
-def _again(now: Overview) -> str:
-    return "" if now.status is not None else f"; the page asks again every {REFRESH_S} s"
-
-
-def _date(unix_s: float) -> str:
-    return _moment(unix_s, "%Y-%m-%d %H:%M:%S")
-
-
-def _time(unix_s: float) -> str:
-    return _moment(unix_s, "%H:%M:%S")
-
-
-def _moment(unix_s: float, form: str) -> str:
+def _date(unix_s: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):  # of a clock that is beside itself

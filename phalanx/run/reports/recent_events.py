@@ -1,13 +1,4 @@
-"""Recent events and the state of a job for all who read them: `status`, the live view and the API.
-
-What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks.
-
-Lines are kept apart from the rest, so that a job that writes much does not drive out its alerts.
-
-A job at one moment, for people: what `status` prints, the live view shows and the API answers.
-
-Where a view gets what it shows: from the driver in this process, or over its API.
-"""
+"""Recent events and the state of a job for all that read them: `status`, the live view and the API."""
 
 from __future__ import annotations
 
@@ -22,7 +13,7 @@ import msgspec
 
 from phalanx.run.clock import Now
 from phalanx.run.decide import actions
-from phalanx.run.decide.actions import Action
+from phalanx.run.decide.actions import Action, KeepDetection
 from phalanx.run.messages import Evidence, HostState, LogLine, WorkerEnded, WorkerState
 
 Level = Literal["info", "warning", "error", "good"]
@@ -33,7 +24,7 @@ class Told(msgspec.Struct, frozen=True, tag="told", forbid_unknown_fields=True):
 
     Attributes:
         incident: that it belongs to; 0: none.
-        by: who saw or decided it; empty: the driver.
+        by: what saw or decided it; empty: the driver.
         quotes: the rank whose own lines it repeats, for those who have not seen them; -1: none.
     """
 
@@ -58,16 +49,17 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote", forbid_unknown_fields=True
 
 Item = Told | Wrote
 
-_ITEM_BYTES = 200
-"""In memory, for a line besides its text."""
+_ITEM_BYTES = 200  # in memory, for a line besides its text
 
 
 class Hub:
-    """The last items. For one event loop.
+    """The last items, in order, for one event loop.
+
+    Lines are kept apart from the rest, so that a job that writes much does not drive out its alerts.
 
     Args:
-        most: things that were told and are kept.
-        most_bytes: of lines that are kept; who is slower than that misses some, which the numbers show.
+        most: events that are kept.
+        most_bytes: of lines that are kept; a reader that is slower misses some, which the numbers show.
     """
 
     def __init__(self, most: int = 2000, most_bytes: int = 16 << 20) -> None:
@@ -84,7 +76,7 @@ class Hub:
         return self._last
 
     def tell(self, action: Action, at: Now) -> None:
-        """Keep what a driver's action says to people; implements `phalanx.run.driver.driver.People`."""
+        """Keep what a driver's action reports to people; implements `phalanx.run.driver.driver.People`."""
         match action:
             case actions.Alert():
                 self._add(Told(0, at.unix_s, action.level, action.text, action.host))
@@ -93,7 +85,7 @@ class Hub:
             case actions.AddToIncident():
                 why = f": {action.why}" if action.why else ""
                 self._add(Told(0, at.unix_s, "info", f"{action.text}{why}", "", action.number, action.by))
-            case actions.CloseIncident() if action.status < 0:  # how a job has ended is told by whoever shows it
+            case actions.CloseIncident() if action.status < 0:  # how a job has ended is shown by every view
                 self._add(Told(0, at.unix_s, "good", action.text, "", action.number))
 
     def heard(self, host: str, message: Evidence | WorkerEnded, at: Now) -> None:
@@ -108,9 +100,9 @@ class Hub:
         for line in lines:
             self._last += 1
             self._wrote.append(Wrote(self._last, at.unix_s, line.rank, line.text))
-            self._wrote_bytes += _bytes_of(line.text)
+            self._wrote_bytes += _ITEM_BYTES + len(line.text)
         while self._wrote_bytes > self._most_bytes:
-            self._wrote_bytes -= _bytes_of(self._wrote.popleft().text)
+            self._wrote_bytes -= _ITEM_BYTES + len(self._wrote.popleft().text)
         self._changed.set()
 
     def since(self, number: int) -> list[Item]:
@@ -158,15 +150,11 @@ class Hub:
         self._changed.set()
 
 
-def _bytes_of(text: str) -> int:
-    return _ITEM_BYTES + len(text)
+class _Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
 
 
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Any part of it."""
-
-
-class HostView(Value, frozen=True):
+class HostView(_Value, frozen=True):
     """One host.
 
     Attributes:
@@ -175,11 +163,8 @@ class HostView(Value, frozen=True):
         leaves: why it shall leave; empty: it stays.
         address: where workers of other hosts reach it.
         place: among the hosts of the attempt; -1: it has no ranks.
-        ranks: of the attempt, here.
         silent_s: since it was last heard of; negative: never by this driver.
-        is_checking: it is being tested.
-        seen: its last report; None: there is none.
-        workers: by its last report.
+        seen, workers: its last report.
     """
 
     name: str
@@ -196,7 +181,7 @@ class HostView(Value, frozen=True):
     workers: tuple[WorkerState, ...] = ()
 
 
-class IncidentView(Value, frozen=True):
+class IncidentView(_Value, frozen=True):
     """The incident that is open."""
 
     number: int
@@ -204,13 +189,11 @@ class IncidentView(Value, frozen=True):
     why: str
 
 
-class Overview(Value, frozen=True):
+class Overview(_Value, frozen=True):
     """A job at one moment.
 
     Attributes:
-        unix_s: when.
-        phase: as `phalanx.run.decide.state.Phase`.
-        phase_s: for so long.
+        phase: as `phalanx.run.decide.state.Phase`, for `phase_s`.
         hosts_wanted: that take part when all is well.
         hosts: all of them, or of very many only some, those in trouble first; hosts_by_state counts all.
         step: the newest that any rank has done; -1: none is known.
@@ -220,11 +203,10 @@ class Overview(Value, frozen=True):
             known.
         age_s: since the job began.
         training_s: of that, while an attempt has made steps.
+        refused: that executors of another version want to take part, and what to do; empty: none does.
         checkpoints: what storage can keep up with, where it cannot keep up with what is asked for.
-        recoveries: so far.
-        incidents: so far.
-        status: with which the job has ended; None: it has not.
-        ended: why.
+        detections: the newest of what judges have found, the last one last; `detection_count`: of all.
+        status: with which the job has ended, and `ended` why; None: it has not.
     """
 
     job: str
@@ -252,21 +234,19 @@ class Overview(Value, frozen=True):
     status: int | None = None
     ended: str = ""
     checkpoints: str = ""
+    refused: str = ""
+    detections: tuple[KeepDetection, ...] = ()
+    detection_count: int = 0
 
 
-SHOWN_HOSTS = 256
-"""So many hosts a source shows, those in trouble first: a view is looked at, and 12,500 rows are not."""
+SHOWN_HOSTS = 256  # so many a source shows, those in trouble first: a view is looked at, and 12,500 rows are not
 
 
 class Source(Protocol):
-    """One job."""
+    """Where a view gets a job from: the driver in this process, or its API."""
 
     async def overview(self) -> Overview:
-        """The job now.
-
-        Raises:
-            OSError: the driver cannot be reached; it may be again.
-        """
+        """The job now. Raises OSError: the driver cannot be reached; it may be again."""
         ...
 
     def follow(self, number: int) -> AsyncIterator[Item]:

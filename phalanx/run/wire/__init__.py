@@ -1,5 +1,5 @@
 """The persistent connection of executors and driver: handshake, frames, the driver's server, the executors' link.
 
-One WebSocket per host, one MessagePack message per binary frame. Who may speak is settled by `wire.proof`; what is said
-is in `phalanx.run.messages`, with the few words of this room around it (`wire.codec`).
+One WebSocket per host, one MessagePack message per binary frame. `wire.proof` decides who may speak; the messages are
+those of `phalanx.run.messages`, with the few of this room around them (`wire.message_frames`).
 """

@@ -1,4 +1,4 @@
-"""Where the driver listens: how an address is written, and the file that tells executors."""
+"""Where the driver listens: how an address is written, and the file that executors read it from."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ class Address(NamedTuple):
 
 
 def parse(text: str) -> Address:
-    """``host:port`` or ``[v6]:port``.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """``host:port`` or ``[v6]:port``. Raises UserError: it is neither."""
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -47,13 +43,13 @@ def parse(text: str) -> Address:
 
 
 def bound(address: Address, field: str) -> socket.socket:
-    """A socket that is bound there, so that nobody else can be; port 0 is any that is free.
+    """A socket that is bound there, so that no other can be; port 0 is any that is free.
 
     Args:
         field: of the job file, that names the address.
 
     Raises:
-        UserError: it cannot be listened at, and who listens there as far as this process may know.
+        UserError: it cannot be listened at; it names the process that listens there, where that can be seen.
     """
     try:
         kind, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -73,7 +69,7 @@ def bound(address: Address, field: str) -> socket.socket:
 
 
 def _who_listens(port: int) -> str:
-    """Who has a port, for people; other users' processes are told by their being unknown."""
+    """The process that has a port, for people; those of other users cannot be seen."""
     with suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:

@@ -1,13 +1,9 @@
 """A WebSocket over one connection of asyncio: whole binary frames in and out, nothing else.
 
-The frames that come a million times go without the general protocol: whole masked ones in, small ones out.
-
-websockets' own parser does everything else, and this gives what it would give; it takes a tenth of the time
-(docs/benchmarks/run.md).
-
 The protocol is websockets' own without its input and output; this file moves the bytes. Compared with websockets'
 asyncio connections there is no task and no queue per connection, which is most of what a server with 12,500 of them
-does (docs/benchmarks/run.md).
+does (docs/benchmarks/run.md). The frames that come a million times, whole masked ones in and small ones out, go without
+websockets' parser too, in a tenth of its time; a test holds the two readings against each other.
 """
 
 from __future__ import annotations
@@ -20,12 +16,12 @@ from typing import NamedTuple, cast
 
 from websockets.client import ClientProtocol
 from websockets.frames import Frame, Opcode
-from websockets.http11 import Request, Response
-from websockets.protocol import Event, State
+from websockets.http11 import Request
+from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
-from phalanx.run.wire.codec import BAD_FRAME, MAX_HANDSHAKE_FRAME_BYTES
+from phalanx.run.wire.message_frames import BAD_FRAME, MAX_HANDSHAKE_FRAME_BYTES, NO_CLOSE_FRAME
 
 try:
     from websockets.speedups import apply_mask
@@ -40,7 +36,7 @@ _SMALL = [bytes((_WHOLE_BINARY, length)) for length in range(_LENGTH_16)]
 
 
 def size_of(data: bytes) -> int | None:
-    """How long the frame is that these data begin with, head and all; None: too little has come to tell."""
+    """How long the frame is that these data begin with, head and all; None: not known yet."""
     if len(data) < 2:
         return None
     length, head = data[1] & ~_MASKED, 2
@@ -68,7 +64,7 @@ def content_of(data: bytes) -> bytes | None:
 
 
 def small(content: bytes) -> bytes:
-    """The same for a content of less than 126 bytes."""
+    """As `framed`, for a content of less than 126 bytes."""
     return _SMALL[len(content)] + content
 
 
@@ -85,21 +81,14 @@ def framed(content: bytes) -> bytes:
 PATH = "/executors"
 _MAX_UNPROVEN_BYTES = 16 << 10
 _LINGER_S = 2.0
-_NO_CLOSE_FRAME = 1006
 _MAX_REASON_BYTES = 123
 _MAX_HEAD_BYTES = 14
 _END_OF_REQUEST = b"\r\n\r\n"
-MAX_UNSENT_BYTES = 8 << 20
-"""A peer that lets so much wait is dropped."""
+MAX_UNSENT_BYTES = 8 << 20  # a peer that lets so much wait is dropped
 
 
-class Ending(NamedTuple):
-    """How a connection ended.
-
-    Attributes:
-        code: of the close frame; 1006 where there was none.
-        by_peer: the other side began it.
-    """
+class ConnectionEnd(NamedTuple):
+    """How a connection ended. `code`: of the close frame; 1006 where there was none."""
 
     code: int
     reason: str
@@ -124,7 +113,7 @@ def quiet_logger() -> logging.Logger:
     return logger
 
 
-class Channel(asyncio.Protocol):
+class WebSocketChannel(asyncio.Protocol):
     """One connection.
 
     Until `trust` is called, the peer may send little: small frames, and few bytes in all.
@@ -137,15 +126,16 @@ class Channel(asyncio.Protocol):
 
     Attributes:
         headers: that a client adds to its request.
+        has_heard: whether the peer has sent anything at all.
     """
 
     def __init__(
         self,
         protocol: ServerProtocol | ClientProtocol,
-        opened: Callable[[Channel], None],
+        opened: Callable[[WebSocketChannel], None],
         heard: Callable[[bytes], None],
-        ended: Callable[[Ending], None],
-        connected: Callable[[Channel], None] | None = None,
+        ended: Callable[[ConnectionEnd], None],
+        connected: Callable[[WebSocketChannel], None] | None = None,
     ) -> None:
         self._protocol = protocol
         self.headers: dict[str, str] = {}
@@ -155,11 +145,11 @@ class Channel(asyncio.Protocol):
         self._connected = connected
         self._is_upgraded = False
         self._begun = b""
-        self._has_heard = False
-        self._needs: Callable[[bytes], bool] | None = None
+        self.has_heard = False
+        self._required: Callable[[bytes], bool] | None = None
         self._transport: asyncio.Transport | None = None
         self._budget_bytes: int | None = _MAX_UNPROVEN_BYTES
-        self._why: Ending | None = None
+        self._why: ConnectionEnd | None = None
         self._linger: asyncio.TimerHandle | None = None
 
     @property
@@ -183,14 +173,9 @@ class Channel(asyncio.Protocol):
         """What waits here because the other side does not read."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
-    @property
-    def has_heard(self) -> bool:
-        """Whether the peer has sent anything at all."""
-        return self._has_heard
-
     def require(self, good: Callable[[bytes], bool]) -> None:
         """Hang up unless the first bytes that come are `good`: nothing else is done for this peer before."""
-        self._needs = good
+        self._required = good
 
     def trust(self, max_frame_bytes: int) -> None:
         """The peer has proved itself: it may send frames so large, and as many as it likes."""
@@ -201,8 +186,7 @@ class Channel(asyncio.Protocol):
         """Send the bytes of a frame as `frames.framed` makes them, unless it is ending; on the driver's side only."""
         if self._why is None and self._transport is not None:
             self._transport.write(frame)
-            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-                self._drop_slow()
+            self._drop_slow()
 
     def send(self, content: bytes) -> None:
         """Send a frame with this content."""
@@ -214,18 +198,18 @@ class Channel(asyncio.Protocol):
         if self._why is not None:
             return
         reason = reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
-        self._why = Ending(code, reason, by_peer=False)
+        self._why = ConnectionEnd(code, reason, by_peer=False)
         if self._protocol.state is not State.OPEN:
             self._drop()
             return
         self._protocol.fail(code, reason)
         self._flush()
-        self._linger_on()
+        self._limit_linger()
 
     def abort(self, reason: str) -> None:
         """Close at once, without a word and without what was not sent yet."""
         if self._why is None:
-            self._why = Ending(_NO_CLOSE_FRAME, reason, by_peer=False)
+            self._why = ConnectionEnd(NO_CLOSE_FRAME, reason, by_peer=False)
         self._drop()
 
     # What asyncio calls
@@ -245,10 +229,10 @@ class Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._has_heard = True
-        if self._needs is not None:
-            needs, self._needs = self._needs, None
-            if not needs(data):
+        self.has_heard = True
+        if self._required is not None:
+            required, self._required = self._required, None
+            if not required(data):
                 self.abort("too many connections from there have failed")
                 return
         if self._budget_bytes is not None:
@@ -266,14 +250,15 @@ class Channel(asyncio.Protocol):
         if self._linger is not None:
             self._linger.cancel()
         if self._why is None:
-            self._why = Ending(_NO_CLOSE_FRAME, str(error) if error else "the connection was closed", by_peer=True)
+            reason = str(error) if error else "the connection was closed"
+            self._why = ConnectionEnd(NO_CLOSE_FRAME, reason, by_peer=True)
         self._transport = None
         self._ended(self._why)
 
     # The rest
 
     def _receive_frames(self, data: bytes) -> None:
-        """The driver's side gives the protocol whole frames only, and those that `frames` knows not even to it."""
+        # The driver's side gives the protocol whole frames only, and those that `content_of` can read not even to it.
         limit_bytes = self._protocol.max_message_size or 0
         if not self._begun:
             content = content_of(data)
@@ -297,79 +282,65 @@ class Channel(asyncio.Protocol):
         for event in self._protocol.events_received():
             if isinstance(event, Request) and not data.endswith(_END_OF_REQUEST):
                 self.abort("it sent frames before it was let in")
-            if self._why is None:
-                self._take(event)
+            if self._why is not None:
+                continue
+            if isinstance(event, Frame):
+                if event.opcode is Opcode.BINARY and event.fin:
+                    self._heard(bytes(event.data))
+                elif event.opcode not in (Opcode.PING, Opcode.PONG, Opcode.CLOSE):
+                    self.end(BAD_FRAME, "a message is one whole binary frame")
+            elif isinstance(event, Request):
+                assert isinstance(self._protocol, ServerProtocol)
+                if event.path == PATH:
+                    response = self._protocol.accept(event)
+                else:
+                    response = self._protocol.reject(404, f"Executors connect to {PATH}.\n")
+                self._protocol.send_response(response)
+                self._flush()
+                if self._protocol.state is State.OPEN:
+                    self._is_upgraded = True
+                    self._opened(self)
+            elif self._protocol.state is State.OPEN:
+                self._opened(self)
+            else:
+                self.abort(f"it answers with HTTP status {event.status_code}: no driver listens there")
         if self._protocol.writes:
             self._flush()
         if self._why is None and self._protocol.close_expected():
-            self._close_as_told()
+            self._close()
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, Frame):
-            if event.opcode is Opcode.BINARY and event.fin:
-                self._heard(bytes(event.data))
-            elif event.opcode not in (Opcode.PING, Opcode.PONG, Opcode.CLOSE):
-                self.end(BAD_FRAME, "a message is one whole binary frame")
-        elif isinstance(event, Request):
-            self._accept(event)
-        else:
-            self._confirm(event)
-
-    def _accept(self, request: Request) -> None:
-        assert isinstance(self._protocol, ServerProtocol)
-        if request.path == PATH:
-            response = self._protocol.accept(request)
-        else:
-            response = self._protocol.reject(404, f"Executors connect to {PATH}.\n")
-        self._protocol.send_response(response)
-        self._flush()
-        if self._protocol.state is State.OPEN:
-            self._is_upgraded = True
-            self._opened(self)
-
-    def _confirm(self, response: Response) -> None:
-        if self._protocol.state is State.OPEN:
-            self._opened(self)
-        else:
-            self.abort(f"it answers with HTTP status {response.status_code}: no driver listens there")
-
-    def _close_as_told(self) -> None:
+    def _close(self) -> None:
         """The protocol is closing: because the peer said so, or because what it sent breaks the rules."""
         rcvd, sent = self._protocol.close_rcvd, self._protocol.close_sent
         if rcvd is not None:
-            self._why = Ending(rcvd.code, rcvd.reason, by_peer=True)
+            self._why = ConnectionEnd(rcvd.code, rcvd.reason, by_peer=True)
+            if self._transport is not None:
+                self._transport.close()
         elif sent is not None:
-            self._why = Ending(sent.code, sent.reason, by_peer=False)
+            self._why = ConnectionEnd(sent.code, sent.reason, by_peer=False)
         else:
-            self._why = Ending(_NO_CLOSE_FRAME, "no WebSocket was opened", by_peer=False)
-        if rcvd is not None and self._transport is not None:
-            self._transport.close()
-        self._linger_on()
+            self._why = ConnectionEnd(NO_CLOSE_FRAME, "no WebSocket was opened", by_peer=False)
+        self._limit_linger()
 
     def _flush(self) -> None:
         assert self._transport is not None
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)
+            elif not self._transport.can_write_eof():  # TLS
+                self._transport.close()
             else:
-                self._end_output()
+                try:
+                    self._transport.write_eof()
+                except OSError:  # the peer has cut the connection, and asyncio has not noticed yet
+                    self._drop()
         self._drop_slow()
-
-    def _end_output(self) -> None:
-        assert self._transport is not None
-        if not self._transport.can_write_eof():
-            self._transport.close()
-            return
-        try:
-            self._transport.write_eof()
-        except OSError:  # the peer has cut the connection, and asyncio has not noticed yet
-            self._drop()
 
     def _drop_slow(self) -> None:
         if self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("it does not read what is sent to it")
 
-    def _linger_on(self) -> None:
+    def _limit_linger(self) -> None:
         # A peer that does not close its side, or does not read, must not hold this end.
         if self._transport is not None and self._linger is None:
             self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._drop)

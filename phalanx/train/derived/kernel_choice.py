@@ -1,7 +1,7 @@
-"""Which attention kernels a run uses and whether its layers are compiled, as far as its settings tell.
+"""Which attention kernels a run uses and whether its layers are compiled, as far as its settings decide.
 
-For `phalanx explain`, and where a trial is due: what the GPU alone can tell (which kernel passes its self-test) is
-found by `phalanx.train.trials`.
+For `phalanx explain`, and where a trial is due: `phalanx.train.training_run` finds out which kernel passes its
+self-test on the GPU.
 """
 
 from __future__ import annotations
@@ -40,21 +40,13 @@ class AttentionLine(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The kernel of plain causal attention that a run on a GPU uses.
+    """The kernel of plain causal attention that a run on a GPU uses."""
 
-    Attributes:
-        kernel: its name, as of `model.attention_backend`.
-        micro_batch: sequences that it was tried with.
-        shape: in words.
-        refused: faster kernels, each with what its trial found.
-        former: what the run used before, where that is another.
-    """
-
-    kernel: str
-    micro_batch: int
-    shape: str
-    refused: tuple[str, ...] = ()
-    former: str = ""
+    kernel: str  # its name, as of `model.attention_backend`
+    micro_batch: int  # sequences that it was tried with
+    shape: str  # in words
+    refused: tuple[str, ...] = ()  # faster kernels, each with what its trial found
+    former: str = ""  # what the run used before, where that is another
 
     def __str__(self) -> str:
         text = f"{title(self.kernel)}, tried with {self.shape}"
@@ -85,16 +77,28 @@ def attention_lines(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[A
     model, backend = config.model, config.model.attention_backend
     if model.attention_dropout:
         return [AttentionLine("all layers", title("math"), "the only one that drops attention weights")]
-    kinds = _kinds(config)
-    if _is_ring(config):
-        return [_ring(config, kind, device) for kind in kinds]
-    if backend not in ("auto", *_NAMED):
+    is_ring = _is_ring(config)
+    if not is_ring and backend not in ("auto", *_NAMED):
         return [AttentionLine("all layers", title(backend), "model.attention_backend says so")]
-    return [_on_cpu(kind) if device == "cpu" else _on_cuda(config, kind) for kind in kinds]
+    lines = []
+    for kind in _kinds(config):
+        where = "layers that see all of the past" if kind == "full" else "layers with a window"
+        kernel, why = _on_cpu(kind) if device == "cpu" else _on_cuda(config, kind)
+        if is_ring:
+            where += ", pieces of a ring"
+            joined = "pieces are put together by their log-sum-exp"
+            if device == "cpu":
+                kernel, why = "torch's flash kernel for CPUs", joined
+            elif kind == "window" and not config.data.document_mask:
+                why = "where the window ends; whole pieces by the kernel of full attention"
+            else:
+                why = f"{why}; {joined}"
+        lines.append(AttentionLine(where, kernel, why))
+    return lines
 
 
 def _kinds(config: RunConfig) -> list[str]:
-    """Kinds of layers; a window as long as the sequences is none."""
+    """Kinds of layers; a window as long as the sequences counts as full attention."""
     window = config.model.window
     restricts = 0 < window < config.data.sequence_length
     kinds = ["window" if kind == "window" and restricts else "full" for kind in config.model.attention]
@@ -105,32 +109,28 @@ def _is_ring(config: RunConfig) -> bool:
     return (config.parallel.context or 1) > 1 and config.parallel.context_method == "ring"
 
 
-def _layers(kind: str) -> str:
-    return "layers that see all of the past" if kind == "full" else "layers with a window"
-
-
-def _on_cpu(kind: str) -> AttentionLine:
+def _on_cpu(kind: str) -> tuple[str, str]:
     if kind == "window":
-        return AttentionLine(_layers(kind), title("chunked"), "each sees the keys of its window alone")
+        return title("chunked"), "each sees the keys of its window alone"
     why = "bf16: matrix products in chunks of queries; fp32, and long sequences: torch's flash kernel for CPUs"
-    return AttentionLine(_layers(kind), "by type and length", why)
+    return "by type and length", why
 
 
-def _on_cuda(config: RunConfig, kind: str) -> AttentionLine:
-    has_documents, where = config.data.document_mask, _layers(kind)
+def _on_cuda(config: RunConfig, kind: str) -> tuple[str, str]:
+    has_documents = config.data.document_mask
     if kind == "full" and not has_documents:
-        return AttentionLine(where, *_plain(config))
+        return _plain_on_cuda(config)
     restricted = " and ".join((["documents"] if has_documents else []) + (["windows"] if kind == "window" else []))
     if config.model.head_dim < _SMALLEST_FLEX_HEAD:
         why = f"{restricted}; FlexAttention has no kernel for heads of {config.model.head_dim}: a dense mask"
-        return AttentionLine(where, title("efficient"), why)
+        return title("efficient"), why
     why = f"{restricted} without a dense mask, compiled once for the run"
     if has_documents:
         why += "; data.document_mask = false lets cuDNN do it, across the borders of documents"
-    return AttentionLine(where, title("flex"), why)
+    return title("flex"), why
 
 
-def _plain(config: RunConfig) -> tuple[str, str]:
+def _plain_on_cuda(config: RunConfig) -> tuple[str, str]:
     left_out = ("math", "efficient") if _is_ring(config) else ("math",)
     names = [name for name in kernels_to_try(config) if name not in left_out]
     if len(names) == 1:
@@ -143,22 +143,8 @@ def _plain(config: RunConfig) -> tuple[str, str]:
     return ", else ".join(map(title, names)), why
 
 
-def _ring(config: RunConfig, kind: str, device: Literal["cpu", "cuda"]) -> AttentionLine:
-    where = f"{_layers(kind)}, pieces of a ring"
-    if device == "cpu":
-        return AttentionLine(where, "torch's flash kernel for CPUs", "pieces are put together by their log-sum-exp")
-    line = _on_cuda(config, kind)
-    if kind == "window" and not config.data.document_mask:
-        return AttentionLine(where, line.kernel, "where the window ends; whole pieces by the kernel of full attention")
-    return AttentionLine(where, line.kernel, f"{line.why}; pieces are put together by their log-sum-exp")
-
-
 class Compiling(NamedTuple):
-    """Whether layers are compiled.
-
-    Attributes:
-        why: what a reader of the settings would not expect; empty where there is nothing.
-    """
+    """Whether layers are compiled, and why, where a reader of the settings would not expect it."""
 
     on: bool
     why: str = ""
@@ -171,7 +157,7 @@ def decide_compiling(config: RunConfig, on_gpu: bool, lacking: str = "") -> Comp
     takes tens of seconds.
 
     Args:
-        lacking: what the machine lacks, as `lacking_for_a_gpu` says.
+        lacking: what the machine lacks, by `lacking_for_a_gpu`.
     """
     wanted, opaque = config.train.compile, config.not_traced()
     if wanted is False or (wanted == "auto" and not on_gpu):

@@ -17,7 +17,7 @@ from phalanx.model.config import ModelConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.layout_choice import Judge, Need, Verdict
 from phalanx.plan.jobs import make_job, make_strategy, software_of
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.types import Job, Precision, Software, Strategy
 from phalanx.train.config import RunConfig
 
@@ -33,48 +33,31 @@ GPU_MEMORY_SHARE = 0.9
 # at once costs more than it gives.
 _ENOUGH_TOKENS = 8192
 
-# A prediction that is farther off is told.
+# A prediction that is farther off is reported.
 _FAR = 0.1
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A way to run the passes.
+class Passes:
+    """A way to run the passes."""
 
-    Attributes:
-        micro_batch: sequences per forward and backward pass.
-        recompute: one of `LEVELS`.
-        predicted_bytes: of the fullest rank at its fullest moment; 0 where nothing was predicted.
-        allocated_bytes: the same without what the allocator is assumed to waste.
-    """
-
-    micro_batch: int
+    micro_batch: int  # sequences per forward and backward pass
     recompute: Level
-    predicted_bytes: float = 0.0
-    allocated_bytes: float = 0.0
+    predicted_bytes: float = 0.0  # of the fullest rank at its fullest moment; 0 where nothing was predicted
+    allocated_bytes: float = 0.0  # the same without what the allocator is assumed to waste
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What there is to choose from, and how much memory each choice takes.
-
-    Attributes:
-        job: of the whole run.
-        parallel: with every axis given.
-        share: sequences per step of one data-parallel rank.
-        micro_batches: that may be chosen, from the largest.
-        levels: of recomputation that may be chosen, from the cheapest.
-        device_bytes: memory of the smallest device.
-        offload: share of the layers whose activations wait on the host.
-    """
+    """What there is to choose from, and how much memory each choice takes."""
 
     job: Job
     parallel: ParallelConfig
-    share: int
-    micro_batches: tuple[int, ...]
-    levels: tuple[Level, ...]
-    device_bytes: float
-    offload: float = 0.0
+    share: int  # sequences per step of one data-parallel rank
+    micro_batches: tuple[int, ...]  # from the largest
+    levels: tuple[Level, ...]  # of recomputation, from the cheapest
+    device_bytes: float  # memory of the smallest device
+    offload: float = 0.0  # share of the layers whose activations wait on the host
 
     @classmethod
     def of(
@@ -89,23 +72,25 @@ class Fit:
         micro_batch: int = 0,
         software: Software | None = None,
     ) -> Fit:
-        """The choices that `config` leaves open.
+        """The choices that `config` leaves open, in a layout with every axis given.
 
         Args:
             model: with vocabulary and longest sequence known.
-            parallel: with every axis given.
             micro_batch: chosen already, by the config or a schedule; 0: not.
-            software: which program trains; None: ours.
+            software: another program that trains; None: ours.
         """
         job = job_of(config, model, parallel, precision, on_cpu=on_cpu)
         share = config.train.global_batch // (parallel.replicate * parallel.shard)
         asked = config.train.recompute
+        levels: tuple[Level, ...] = LEVELS if asked == "auto" else (asked,)
+        if asked == "auto" and job.software.compiled and config.not_traced():
+            levels = ("none", "full")  # what is compiled in pieces cannot choose what of a layer it keeps
         return cls(
             job=job if software is None else replace(job, software=software),
             parallel=parallel,
             share=share,
             micro_batches=(micro_batch,) if micro_batch else tuple(reversed(divisors(share))),
-            levels=_levels(config) if asked == "auto" else (asked,),
+            levels=levels,
             device_bytes=device_bytes,
             offload=0.0 if on_cpu else config.train.offload,
         )
@@ -119,13 +104,13 @@ class Fit:
         """A choice as the planner has it."""
         return make_strategy(self.parallel, micro_batch=micro_batch, recompute=recompute, offload=self.offload)
 
-    def predicted(self, micro_batch: int, recompute: Level) -> Choice:
+    def predicted(self, micro_batch: int, recompute: Level) -> Passes:
         """A choice with its memory."""
         strategy = self.strategy(micro_batch, recompute)
         fullest = max(rank_memory(self.job, strategy), key=lambda rank: rank.total)
-        return Choice(micro_batch, recompute, float(fullest.total), float(fullest.total - fullest.fragmentation))
+        return Passes(micro_batch, recompute, float(fullest.total), float(fullest.total - fullest.fragmentation))
 
-    def choose(self) -> Choice:
+    def choose(self) -> Passes:
         """The largest micro-batch that fits without computing anything again; at a level above only where it has to.
 
         It has to where less than `_ENOUGH_TOKENS` fit at once; then the cheapest level counts at which as many do, or
@@ -137,7 +122,7 @@ class Fit:
         enough = min(self.micro_batches[0], -(-_ENOUGH_TOKENS // self.job.sequence))
         return next((c for c in best if c.micro_batch >= enough), max(best, key=lambda c: c.micro_batch))
 
-    def least(self) -> Choice:
+    def least(self) -> Passes:
         """What takes least memory."""
         # A single micro-batch may take less than several, beside which summed gradients are kept.
         sizes = dict.fromkeys((self.micro_batches[-1], self.micro_batches[0]))
@@ -160,24 +145,17 @@ class Fit:
         parts = ", ".join(f"{name} {units.size(size)}" for name, size in sizes.items())
         level = "recompute" if len(self.levels) > 1 else "train.recompute ="
         how = f"micro-batch {least.micro_batch}, {level} {least.recompute}"
-        return Need(verdict, least.predicted_bytes, self.device_bytes, f"{parts} and workspace ({how})", self._less())
-
-    def _less(self) -> str:
-        """Settings that would take less memory."""
-        less = []
+        less = []  # settings that would take less memory
         if "full" not in self.levels:
             less.append("train.recompute=auto")
         if len(self.micro_batches) == 1 and self.micro_batches[0] > 1:
             less.append("train.micro_batch=1")
         if self.job.optimizer == "adamw" and self.job.state_bits > 8:
             less.append("optim.state_bits=8")
-        return ", ".join(less)
+        what = f"{parts} and workspace ({how})"
+        return Need(verdict, least.predicted_bytes, self.device_bytes, what, ", ".join(less))
 
-    def saving(self, choice: Choice) -> int:
-        """How much of a layer a choice computes again, as a place in `LEVELS`."""
-        return LEVELS.index(choice.recompute)
-
-    def smaller(self, choice: Choice) -> Choice | None:
+    def smaller(self, choice: Passes) -> Passes | None:
         """The next choice where memory did not suffice: more computed again, which changes no bit, or fewer sequences.
 
         None: there is nothing smaller.
@@ -187,17 +165,17 @@ class Fit:
         fewer = (self.predicted(size, choice.recompute) for size in self.micro_batches if size < choice.micro_batch)
         return next((c for c in itertools.chain(again, fewer) if c.predicted_bytes < choice.predicted_bytes), None)
 
-    def line(self, choice: Choice) -> str:
+    def line(self, choice: Passes) -> str:
         """The choice in words: ``micro-batch 8 of 32 sequences, recompute none: 31.20 GiB of 79.10 GiB predicted``."""
-        said = (
+        line = (
             f"micro-batch {choice.micro_batch} of {self.share} sequences, recompute {choice.recompute}: "
             f"{units.size(choice.predicted_bytes)} of {units.size(self.device_bytes)} predicted"
         )
         if choice.predicted_bytes > self.device_bytes:
-            return f"{said}, more than there is: it will probably not fit"
-        return said
+            return f"{line}, more than there is: it will probably not fit"
+        return line
 
-    def _largest(self, level: Level) -> Choice | None:
+    def _largest(self, level: Level) -> Passes | None:
         found = (self.predicted(size, level) for size in self.micro_batches)
         return next((choice for choice in found if choice.predicted_bytes <= self.limit_bytes), None)
 
@@ -210,12 +188,12 @@ def judge_of(
     device_bytes: float,
     software: Software | None = None,
 ) -> Judge:
-    """Says of a layout of a run on GPUs whether it fits, run in the best way that `config` leaves open.
+    """Decides whether a layout of a run on GPUs fits, run in the best way that `config` leaves open.
 
     Args:
         model: with vocabulary and longest sequence known.
         device_bytes: memory of the smallest device.
-        software: which program trains; None: ours.
+        software: another program that trains; None: ours.
     """
 
     def judge(parallel: ParallelConfig, micro_batch: int) -> Need:
@@ -252,18 +230,12 @@ def job_of(
     )
 
 
-def _levels(config: RunConfig) -> tuple[Level, ...]:
-    """Those that may be chosen: what is compiled in pieces cannot choose what of a layer it keeps."""
-    in_pieces = config.train.compile is not False and config.not_traced()
-    return ("none", "full") if in_pieces else LEVELS
-
-
 def first_level(config: RunConfig) -> Level:
     """What is computed again until it is known what fits."""
     return "none" if config.train.recompute == "auto" else config.train.recompute
 
 
-def off_line(choice: Choice, measured_bytes: float) -> str:
+def off_line(choice: Passes, measured_bytes: float) -> str:
     """How far a prediction was off, where that is far; else nothing.
 
     Args:
@@ -272,7 +244,5 @@ def off_line(choice: Choice, measured_bytes: float) -> str:
     off = measured_bytes / choice.allocated_bytes - 1 if choice.allocated_bytes else 0.0
     if abs(off) <= _FAR:
         return ""
-    return (
-        f"memory: {units.size(measured_bytes)} at most, {off:+.0%} of the {units.size(choice.allocated_bytes)} "
-        "that were predicted"
-    )
+    predicted = units.size(choice.allocated_bytes)
+    return f"memory: {units.size(measured_bytes)} at most, {off:+.0%} of the {predicted} that were predicted"

@@ -1,4 +1,4 @@
-"""What a run keeps in memory, told before it is taken and when it was not to be had."""
+"""What a run keeps in memory whatever its batch, and what there is."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _MOMENTS = {"adamw": 2, "lamb": 2, "came": 1, "muon": 1}
 def standing_bytes(model: ModelConfig, optim: OptimConfig) -> dict[str, int]:
     """Memory that a run takes whatever its batch: fp32 weights, their gradients and the state of the optimizer.
 
-    Activations are not in it: they depend on the micro-batch and on recomputation.
-
     Raises:
         UserError: the vocabulary is not known, or a group of the optimizer fits no parameter.
     """
@@ -34,16 +32,7 @@ def standing_bytes(model: ModelConfig, optim: OptimConfig) -> dict[str, int]:
 
 
 def require_memory(needed: Mapping[str, int], available_bytes: int | None, where: str) -> None:
-    """Refuse a run whose weights, gradients and optimizer state alone do not fit.
-
-    Args:
-        needed: what `standing_bytes` says.
-        available_bytes: memory that could be had; None where that is unknown.
-        where: whose memory, for the message.
-
-    Raises:
-        UserError: they do not fit.
-    """
+    """Refuse a run whose `standing_bytes` alone do not fit into the memory of `where`; None: that is unknown."""
     if available_bytes is None or sum(needed.values()) <= available_bytes:
         return
     raise UserError(
@@ -71,26 +60,17 @@ def smaller_model(needed: Mapping[str, int]) -> str:
 
 def host_available_bytes() -> int | None:
     """Memory this process could still get without swapping: the system's, its control groups' and its own limits."""
-    limits = [available_bytes(), _address_space_bytes()]
-    known = [value for value in limits if value is not None]
-    return min(known) if known else None
-
-
-def _address_space_bytes() -> int | None:
+    limits = [available_bytes()]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = (read_text(PROC / "self/statm") or "").split()
-    if limit == resource.RLIM_INFINITY or not pages:
-        return None
-    return max(limit - int(pages[0]) * resource.getpagesize(), 0) + _unused_heap_bytes()
-
-
-def _unused_heap_bytes() -> int:
-    """Address space that the allocator holds already without using it (`use_huge_pages` takes much at once)."""
-    unused, in_heap = 0, False
-    for line in (read_text(PROC / "self/smaps") or "").splitlines():
-        name, *values = line.split()
-        if not name.endswith(":"):
-            in_heap = line.endswith("[heap]")
-        elif in_heap and name in ("Size:", "Rss:"):
-            unused += int(values[0]) * (1024 if name == "Size:" else -1024)
-    return max(unused, 0)
+    if limit != resource.RLIM_INFINITY and pages:
+        # Address space that the allocator holds without using it is free: `use_huge_pages` takes much at once.
+        unused, in_heap = 0, False
+        for line in (read_text(PROC / "self/smaps") or "").splitlines():
+            name, *values = line.split()
+            if not name.endswith(":"):
+                in_heap = line.endswith("[heap]")
+            elif in_heap and name in ("Size:", "Rss:"):
+                unused += int(values[0]) * (1024 if name == "Size:" else -1024)
+        limits.append(max(limit - int(pages[0]) * resource.getpagesize(), 0) + max(unused, 0))
+    return min((value for value in limits if value is not None), default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ STATE = "the state of its optimizer"
 HISTORY = "the history of its bad steps"
 
 TABLE: tuple[tuple[str, str, str], ...] = (
-    (FREE, "run", "folder resume"),
+    (FREE, "run", "folder name tags note resume"),
     (ORDER, "data", "sequence_length seed random_offset sources"),
     (ORDER, "data.sources.*", "weight"),
     # Where text lies and how it is read: every token of what is trained on is compared by itself, and so is a
@@ -48,7 +48,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (WEIGHTS, "model.rope_scaling", "beta_slow attention_factor mscale mscale_all_dim truncate"),
     (ASKED, "model", "dropout attention_dropout z_loss residual init_std init_depth_scaled"),  # of training alone
     (FREE, "model", "attention_backend merged_projections"),  # which kernels do it
-    # Where these give a weight another optimizer, they are bound: see `_bound`.
+    # Where these give a weight another optimizer, they are bound: see `changes_between`.
     (ASKED, "optim", "name groups"),
     (ASKED, "optim.groups.*", "pattern optimizer lr lr_scale weight_decay"),
     (ASKED, "optim", "lr betas eps weight_decay decay_vectors decay_embeddings clip_norm"),
@@ -67,11 +67,17 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (FREE, "parallel", "devices pipeline replicate shard context tensor zero bucket_bytes reduce_dtype schedule"),
     (FREE, "parallel", "chunks tensor_overlap tensor_chunks context_method host_loader timeout_s first_timeout_s"),
     (FREE, "parallel", "share_device nccl_max_ctas"),
-    (FREE, "evaluate", "every_steps tokens final_tokens sample_prompt sample_tokens"),
+    (FREE, "evaluate", "every_steps tokens final_tokens sample_prompt sample_tokens sample_at_evaluations"),
     (FREE, "checkpoint", "every_steps every_s auto mtbf_hours restart_s memory_every_steps mode wait folder"),
     (FREE, "checkpoint", "storage_options memory_slots replicas insecure_replicas rack keeper_ttl_s keep_last"),
     (FREE, "checkpoint", "keep_every keep_best best_metric budget_bytes wall_time_margin_s final_timeout_s verify"),
-    (FREE, "logging", "every_steps tensorboard wandb wandb_project wandb_entity wandb_mode"),
+    (FREE, "logging", "every_steps file_bytes files tensorboard wandb wandb_project wandb_entity wandb_mode"),
+    (FREE, "logging", "metrics_address"),
+    (FREE, "alerts", "webhook urls command watch on link stall_s throughput_drop throughput_for_s spike_sigma"),
+    (FREE, "alerts", "slow_rank_excess slow_rank_for_s"),
+    (FREE, "alerts", "disk_free_bytes checkpoint_intervals"),
+    (FREE, "telemetry", "spans upload keep_spans_s around_incidents_s most_span_bytes norms_every"),
+    (FREE, "telemetry", "digests_every replay_every recompute_sigma at_corruption"),
     (FREE, "profile", "start_step steps ranks"),
 )
 """Of every setting what may become of it: `FREE`, `ASKED`, or what it decides that a run with steps behind it cannot
@@ -82,27 +88,17 @@ LENGTH = ("train.steps", "train.tokens")
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs between two configs; one that only one of them has is None in the other.
-
-    Attributes:
-        is_free: the numbers of a run do not depend on it.
-        bound: what it decides that a run cannot change on its way; empty: it can.
-    """
+    """A setting that differs between two configs; one that only one of them has is None in the other."""
 
     key: str
     old: Any
     new: Any
-    is_free: bool = False
-    bound: str = ""
+    is_free: bool = False  # the numbers of a run do not depend on it
+    bound: str = ""  # what it decides that a run cannot change on its way; empty: it can
 
     def __str__(self) -> str:
         why = f" ({self.bound})" if self.bound else ""
         return f"{self.key}: {self.old!r} -> {self.new!r}{why}"
-
-
-def class_of(key: str, table: Mapping[str, str]) -> str:
-    """What `classes` says of a key of a config, whose items of lists have numbers."""
-    return table[re.sub(r"\.\d+\.", ".*.", key)]
 
 
 def classes() -> dict[str, str]:
@@ -112,16 +108,16 @@ def classes() -> dict[str, str]:
 
 def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
     """Every setting that differs, but for those of ``[run]``; a run may always be made longer."""
-    before, after = _settings(old), _settings(new)
+    before, after = ({key: value for key, value, _ in walk(config)} for config in (old, new))
     keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     longer, table = total_steps(new) >= total_steps(old), classes()
     vocab_size = known_vocab_size(new) or 1  # for both: tokenizers are compared by themselves
     models = [complete_model(config, config.model.vocab_size or vocab_size) for config in (old, new)]
-    meant = [dict(_leaves(_resolved(model))) for model in models]
+    meant = [{key: value for key, value, _ in walk(_resolved(model), "model.")} for model in models]
     other_optimizers = _optimizers(old, models[0]) != _optimizers(new, models[1])
 
     def change(key: str) -> Change:
-        kind = class_of(key, table)
+        kind = table[re.sub(r"\.\d+\.", ".*.", key)]  # items of lists have numbers
         if kind == WEIGHTS and meant[0].get(key) == meant[1].get(key):
             kind = FREE  # written out now, or left to be derived
         if other_optimizers and key.startswith("optim.") and kind == ASKED:
@@ -138,54 +134,40 @@ def require_allowed(
     """Refuse to go on with changes that a run cannot make, or that nobody has asked for.
 
     Args:
-        changes: all of them.
-        resume: as ``run.resume``.
         has_steps: the run has made some, which bind it.
         elsewhere: how to train as a run of its own.
         begin_with: how that one begins with the weights of this; empty: it cannot.
         where: field and value of what holds the run.
 
     Returns:
-        Those that a person is told of.
+        Those to be shown to a person.
 
     Raises:
-        UserError: naming every change that stands against it.
+        UserError: naming every change that is not allowed.
     """
     bound = [change for change in changes if change.bound]
     if bound and has_steps:
         cure = f"put that back, or {elsewhere}{begin_with and ', '}{begin_with}"
-        raise UserError(f"holds a run that cannot go on with {_listed(bound)}", cure=cure, **where)
+        raise UserError(f"holds a run that cannot go on with {', '.join(map(str, bound))}", cure=cure, **where)
     binding = [change for change in changes if not change.is_free]
     if binding and resume != "changed":
         cure = f"{elsewhere}, or run.resume=changed to go on with the new values"
-        raise UserError(f"holds a run of another config ({_listed(binding)})", cure=cure, **where)
+        raise UserError(f"holds a run of another config ({', '.join(map(str, binding))})", cure=cure, **where)
     return tuple(str(change) for change in changes if resume == "changed" or change.key in LENGTH)
-
-
-def _listed(changes: Sequence[Change]) -> str:
-    return ", ".join(str(change) for change in changes)
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    return {key: value for key, value, _ in walk(config)}
-
-
-def _leaves(model: ModelConfig) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value, _ in walk(model, "model.")]
 
 
 def _resolved(model: ModelConfig) -> ModelConfig:
     """With everything that follows from other settings filled in, and what has no effect as it is by default."""
-    told = {"kv_heads": model.num_kv_heads, "head_size": model.head_dim, "mlp_hidden": model.mlp_width}
+    derived = {"kv_heads": model.num_kv_heads, "head_size": model.head_dim, "mlp_hidden": model.mlp_width}
     unused: dict[str, Any] = {"mlp_multiple": 0}
     if model.rope_scaling.kind == "none":
         unused["rope_scaling"] = RopeScaling()
     if model.position != "rotary":
         unused["rope_theta"] = 0.0
-    return model.model_copy(update={**told, **unused})
+    return model.model_copy(update={**derived, **unused})
 
 
 def _optimizers(config: RunConfig, model: ModelConfig) -> dict[str, str]:
     """The optimizer of every weight."""
-    shapes = {name: parameter.shape for name, parameter in parameter_table(model).items()}
-    return {n: group.kind for n, group in assign(config.optim, {n: len(s) for n, s in shapes.items()}).items()}
+    dimensions = {name: len(parameter.shape) for name, parameter in parameter_table(model).items()}
+    return {name: group.kind for name, group in assign(config.optim, dimensions).items()}

@@ -15,7 +15,7 @@ from phalanx.model.shapes import parameter_table
 from phalanx.optim.groups import assign
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import Task, needed_bytes
-from phalanx.parallel.layout_choice import Choice, Judge, Machines, choose_layout
+from phalanx.parallel.layout_choice import Judge, LayoutChoice, Machines, choose_layout
 from phalanx.parallel.pipeline.schedules import Table, make_table
 from phalanx.parallel.pipeline.split import StageSpan, imbalance, split_stages
 from phalanx.train.config import RunConfig
@@ -23,6 +23,8 @@ from phalanx.train.derived.memory_needs import host_available_bytes, standing_by
 from phalanx.train.derived.run_numbers import complete_model, cpu_micro_batch
 
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+_HOST_RANKS = 8
+_UNEVEN = 0.05
 
 
 def wanted_ranks(config: RunConfig) -> int:
@@ -49,20 +51,19 @@ def resolve_layout(
 ) -> RunConfig:
     """`config` with every axis of its layout given, and the micro-batch where a pipeline decides it.
 
-    Where `[parallel]` says nothing at all, the axes are chosen for the ranks that there are.
+    Where `[parallel]` is empty, the axes are chosen for the ranks that there are.
 
     Args:
-        vocab_size: of the tokenizer.
-        world_size: ranks that there are.
-        say: is told the reasons of what was chosen.
-        judge: says which layouts fit; None: where the state does.
+        say: shows the reasons of what was chosen.
+        judge: decides which layouts fit; None: where the state does.
 
     Raises:
         UserError: the layout is impossible, or another number of ranks is there than it needs.
     """
     check_started(config, world_size)
     if wanted_ranks(config) == 1:
-        config = _with_parallel(config, devices=world_size)
+        parallel = config.parallel.model_copy(update={"devices": world_size})
+        config = config.model_copy(update={"parallel": parallel})
     choice = choose(config, vocab_size, machines, judge)
     if choice.reasons:
         say("\n  ".join([f"layout chosen for {world_size} ranks:", *choice.reasons]))
@@ -73,28 +74,16 @@ def resolve_layout(
     return chosen
 
 
-def choose(config: RunConfig, vocab_size: int, machines: Machines, judge: Judge | None = None) -> Choice:
-    """The layout of `config`, once it is known to be possible.
-
-    Args:
-        judge: says which layouts fit; None: where the state does.
-
-    Raises:
-        UserError: it is not.
-    """
+def choose(config: RunConfig, vocab_size: int, machines: Machines, judge: Judge | None = None) -> LayoutChoice:
+    """The layout of `config`, which has to be possible."""
     choice = choose_layout(config.parallel, task_of(config, vocab_size), machines, judge)
-    validate(
-        RunConfig, _with_parallel(config, **dict(choice.config)).model_dump()
-    )  # it must fit the other settings too
+    chosen = config.model_copy(update={"parallel": choice.config})
+    validate(RunConfig, chosen.model_dump())  # it must fit the other settings too
     return choice
 
 
 def ignored_settings(config: ParallelConfig) -> list[str]:
-    """What `[parallel]` says that has no effect in its layout, a line each.
-
-    Args:
-        config: with every axis given.
-    """
+    """What `[parallel]` sets without effect in its layout, of which every axis is given; a line each."""
     idle = {
         "zero": config.shard * config.context == 1 and "parallel.shard and parallel.context are 1",
         "schedule": config.pipeline == 1 and "parallel.pipeline is 1",
@@ -132,11 +121,7 @@ def task_of(config: RunConfig, vocab_size: int) -> Task:
 
 
 def check_started(config: RunConfig, world_size: int) -> None:
-    """Refuse another number of ranks than `config` asks for; where it asks for nothing, any number will do.
-
-    Raises:
-        UserError: it is another.
-    """
+    """Refuse another number of ranks than `config` asks for; where it asks for nothing, any number will do."""
     wanted = wanted_ranks(config)
     if wanted in (1, world_size):
         return
@@ -155,59 +140,28 @@ def axes_text(layout: Layout) -> str:
     return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
 
 
-def _with_parallel(config: RunConfig, **changes: object) -> RunConfig:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
-
-
-_HOST_RANKS = 8
-_UNEVEN = 0.05
-
-
 @dataclass(frozen=True)
 class Stages:
-    """A pipeline's stages and schedule.
-
-    Attributes:
-        cure: what would make uneven stages even; empty where they are, or where nothing was found.
-    """
+    """A pipeline's stages and schedule; `cure` would make uneven stages even, empty where nothing was found."""
 
     spans: Sequence[StageSpan]
     table: Table
     cure: str
 
-    @property
-    def imbalance(self) -> float:
-        """See `phalanx.parallel.pipeline.split.imbalance`."""
-        return imbalance(self.spans)
-
 
 @dataclass(frozen=True)
 class Spread:
-    """A layout that can be run, and what follows from it.
+    """A layout that can be run, and what follows from it."""
 
-    Attributes:
-        ranks_per_host: as it was said or assumed.
-        share: sequences per step of one data-parallel rank.
-        micro_batch: of them, per forward pass; 0 where the device decides when the run starts.
-        held_bytes: weights, gradients and optimizer state of the fullest rank; empty where the vocabulary is not known.
-        whole_bytes: the same of one process.
-        available_bytes: memory that each rank could have here; None where that is unknown.
-        stages: of a pipeline, where the vocabulary is known.
-    """
-
-    choice: Choice
+    choice: LayoutChoice
     ranks_per_host: int
-    share: int
-    micro_batch: int
+    share: int  # sequences per step of one data-parallel rank
+    micro_batch: int  # of them, per forward pass; 0 where the device decides when the run starts
+    # weights, gradients and optimizer state of the fullest rank; empty where the vocabulary is not known
     held_bytes: Mapping[str, int]
-    whole_bytes: Mapping[str, int]
-    available_bytes: int | None
-    stages: Stages | None
-
-    @property
-    def config(self) -> ParallelConfig:
-        """With every axis given."""
-        return self.choice.config
+    whole_bytes: Mapping[str, int]  # the same of one process
+    available_bytes: int | None  # memory that each rank could have here; None where that is unknown
+    stages: Stages | None  # of a pipeline, where the vocabulary is known
 
 
 def explain_spread(config: RunConfig, vocab_size: int | None, ranks_per_host: int | None) -> Spread:
@@ -216,9 +170,6 @@ def explain_spread(config: RunConfig, vocab_size: int | None, ranks_per_host: in
     Args:
         vocab_size: of the tokenizer; None: not known yet.
         ranks_per_host: None: all ranks on this one where they are at most 8, else 8 on each.
-
-    Raises:
-        UserError: the layout is impossible, as `phalanx train` would say.
     """
     count = wanted_ranks(config)
     per_host = ranks_per_host or min(count, _HOST_RANKS)
@@ -231,20 +182,24 @@ def explain_spread(config: RunConfig, vocab_size: int | None, ranks_per_host: in
     share = config.train.global_batch // (parallel.replicate * parallel.shard)
     on_cpu = here.available_bytes is not None
     micro_batch = choice.micro_batch or (cpu_micro_batch(share, task.sequence_length) if on_cpu else 0)
-    known = vocab_size is not None
+    known, stages = vocab_size is not None, None
+    if known and parallel.pipeline > 1:
+        spans = split_stages(task.model, task.sequence_length, parallel.stages)
+        table = make_table(parallel.schedule, parallel.pipeline, parallel.num_chunks, share // micro_batch)
+        stages = Stages(spans, table, _evener(task.model, task.sequence_length, spans))
     return Spread(
         choice=choice,
         ranks_per_host=per_host,
         share=share,
         micro_batch=micro_batch,
-        held_bytes=held_bytes(parallel, task) if known else {},
-        whole_bytes=held_bytes(ParallelConfig(), task) if known else {},
+        held_bytes=_held_bytes(parallel, task) if known else {},
+        whole_bytes=_held_bytes(ParallelConfig(), task) if known else {},
         available_bytes=machines.available_bytes,
-        stages=_stages(parallel, task, share // micro_batch) if known and parallel.pipeline > 1 else None,
+        stages=stages,
     )
 
 
-def held_bytes(config: ParallelConfig, task: Task) -> dict[str, int]:
+def _held_bytes(config: ParallelConfig, task: Task) -> dict[str, int]:
     """`needed_bytes` in its parts; weights count the fp32 masters beside them."""
     nothing = replace(task, weight_bytes=0, gradient_bytes=0, state_bytes=0)
     return {
@@ -252,12 +207,6 @@ def held_bytes(config: ParallelConfig, task: Task) -> dict[str, int]:
         "gradients": needed_bytes(config, replace(nothing, gradient_bytes=task.gradient_bytes)),
         "optimizer state": needed_bytes(config, replace(nothing, state_bytes=task.state_bytes)),
     }
-
-
-def _stages(config: ParallelConfig, task: Task, micro_batches: int) -> Stages:
-    spans = split_stages(task.model, task.sequence_length, config.stages)
-    table = make_table(config.schedule, config.pipeline, config.num_chunks, micro_batches)
-    return Stages(spans, table, _evener(task.model, task.sequence_length, spans))
 
 
 def _evener(model: ModelConfig, sequence_length: int, spans: Sequence[StageSpan]) -> str:

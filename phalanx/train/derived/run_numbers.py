@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,25 +22,13 @@ _CPU_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Derived:
-    """Numbers that a config implies.
+    """Numbers that a config implies."""
 
-    Attributes:
-        parameters: elements of the model, padding of the vocabulary included.
-        tokens_per_step: of a full global batch.
-        flops_per_token: forward and backward, without recomputation.
-        total_tokens: read over the whole run.
-    """
-
-    parameters: int
-    tokens_per_step: int
-    flops_per_token: float
+    parameters: int  # elements of the model, padding of the vocabulary included
+    tokens_per_step: int  # of a full global batch
+    flops_per_token: float  # forward and backward, without recomputation
     steps: int
     total_tokens: int
-
-    @property
-    def total_flops(self) -> float:
-        """Floating-point operations of the whole run, without recomputation."""
-        return self.flops_per_token * self.total_tokens
 
 
 def derive(config: RunConfig) -> Derived:
@@ -64,15 +50,8 @@ def derive(config: RunConfig) -> Derived:
 
 
 def check_early(config: RunConfig) -> None:
-    """Refuse, before a byte of text is read, what the settings alone show to be impossible.
-
-    `phalanx train` asks it before anything else, and `phalanx explain` as well.
-
-    Raises:
-        UserError: the schedule or the batch warm-up does not fit the run, sizes do not fit the tokenizer's, a group of
-            the optimizer fits no parameter, the file of a tokenizer cannot be read, or more threads are asked for than
-            any machine of so many CPUs has use for.
-    """
+    """Refuse, before a byte of text is read, what the settings alone show to be impossible: schedule, batch warm-up,
+    sizes, groups of the optimizer, the file of a tokenizer, more threads than a machine of so many CPUs can use."""
     require_threads(config.train.threads, "train.threads")
     if not config.train.threads:
         require_threads(wanted_threads(os.environ), "OMP_NUM_THREADS")
@@ -90,20 +69,13 @@ def check_early(config: RunConfig) -> None:
 
 
 def known_vocab_size(config: RunConfig) -> int | None:
-    """Ids of the tokenizer as far as the settings tell; None where the text will decide (kind chars).
-
-    Raises:
-        UserError: the tokenizer's file cannot be read.
-    """
+    """Ids of the tokenizer as far as the settings define them; None where the text will (kind chars)."""
     tokenizer = config.data.tokenizer
     return None if tokenizer.kind == "chars" else configured_vocab_size(tokenizer)
 
 
 def complete_model(config: RunConfig, vocab_size: int) -> ModelConfig:
-    """The model's config with what it takes from the data filled in: vocabulary and longest sequence.
-
-    Args:
-        vocab_size: of the tokenizer.
+    """The model's config with what it takes from the data filled in: the tokenizer's vocabulary, the longest sequence.
 
     Raises:
         UserError: the tokenizer has more ids than the model, or the data's sequences are longer than the model's.
@@ -127,12 +99,6 @@ def complete_model(config: RunConfig, vocab_size: int) -> ModelConfig:
     return model.model_copy(update=filled)
 
 
-def batch_sizes(config: RunConfig) -> Iterator[int]:
-    """Sequences of each step from the first on, without end: `train.global_batch`, or less while it is warmed up."""
-    for step in itertools.count():
-        yield batch_size(config.optim.batch_warmup, step, config.train.global_batch)
-
-
 def total_steps(config: RunConfig) -> int:
     """Optimizer steps of the whole run; a token budget is rounded up to whole steps."""
     if config.train.steps:
@@ -146,7 +112,6 @@ def cpu_micro_batch(share: int, sequence_length: int) -> int:
 
     Args:
         share: sequences per step of one data-parallel rank.
-        sequence_length: tokens.
     """
     fitting = (n for n in range(share, 0, -1) if share % n == 0 and n * sequence_length <= _CPU_TOKENS)
     return next(fitting, 1)

@@ -1,1 +1,1 @@
-"""What a run tells: on the terminal, in metrics, in profiles."""
+"""What a run reports: on the terminal, in metrics, in profiles, to callbacks."""

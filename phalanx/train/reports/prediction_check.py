@@ -1,4 +1,4 @@
-"""The first steps of a run held against what was expected of them, and how long the parts of a step take."""
+"""The first steps of a run compared with what was expected of them, and how long the parts of a step take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,15 +16,32 @@ import torch
 from phalanx.core import units
 from phalanx.core.files import write_json
 from phalanx.data.batch import Batch
+from phalanx.train.device import Device
 from phalanx.train.predicted_cost import BETWEEN, LOADER, PASSES, WAITING, WORDS, Expected
-from phalanx.train.training_run import Run
+from phalanx.train.run_progress import RunProgress
+
+FILE = "prediction.json"
+WARM_UP = 5
+"""Steps in which caches, allocators and compilers settle."""
+MEASURED = 10
+_LEAST = 3
+_LARGE = 0.15
+
+
+@dataclass
+class _Mark:
+    """A moment: of the clock, or of the device's queue."""
+
+    at_s: float = 0.0
+    waited_s: float = 0.0
+    event: torch.cuda.Event | None = None
 
 
 class Laps:
     """Marks of time within steps.
 
-    On a GPU a mark is an event in the device's queue: nothing waits for it before `medians` is asked for, and a part is
-    what the device did in it. On a CPU it is the clock, and what was waited for other ranks is told apart.
+    On a GPU a mark is an event in the device's queue: nothing waits for it before `medians` is called, and a part is
+    what the device did in it. On a CPU it is the clock, and waiting for other ranks is a part of its own.
 
     Args:
         device: that computes.
@@ -55,19 +73,20 @@ class Laps:
         """Seconds of a whole step, and of each part: medians over all steps. Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        rows = [self._row(step) for step in self._steps]
+        rows = []
+        for step in self._steps:
+            row: dict[str, float] = defaultdict(float)
+            for (_, begin), (name, end) in pairwise(step):
+                if begin.event is not None and end.event is not None:
+                    row[name] += float(begin.event.elapsed_time(end.event)) / 1e3
+                else:
+                    waited_s = end.waited_s - begin.waited_s
+                    row[name] += end.at_s - begin.at_s - waited_s
+                    row[WAITING] += waited_s
+            rows.append(row)
         names = dict.fromkeys(name for row in rows for name in row)
         parts = {name: median(row.get(name, 0.0) for row in rows) for name in names}
         return median(sum(row.values()) for row in rows), parts
-
-    def _row(self, step: list[tuple[str, _Mark]]) -> dict[str, float]:
-        row: dict[str, float] = defaultdict(float)
-        for (_, begin), (name, end) in pairwise(step):
-            waited_s = 0.0 if self._on_gpu else end.waited_s - begin.waited_s
-            row[name] += begin.until_s(end) - waited_s
-            if not self._on_gpu:
-                row[WAITING] += waited_s
-        return dict(row)
 
     def _mark(self) -> _Mark:
         if not self._on_gpu:
@@ -77,44 +96,16 @@ class Laps:
         return _Mark(event=event)
 
 
-class _Mark:
-    """A moment: of the clock, or of the device's queue."""
-
-    def __init__(self, at_s: float = 0.0, waited_s: float = 0.0, event: torch.cuda.Event | None = None) -> None:
-        self._at_s, self.waited_s, self._event = at_s, waited_s, event
-
-    def until_s(self, other: _Mark) -> float:
-        """Seconds from here to there."""
-        if self._event is not None and other._event is not None:
-            return float(self._event.elapsed_time(other._event)) / 1e3
-        return other._at_s - self._at_s
-
-
-FILE = "prediction.json"
-WARM_UP = 5
-"""Steps in which caches, allocators and compilers settle."""
-MEASURED = 10
-_LEAST = 3
-_LARGE = 0.15
-
-
 @dataclass(frozen=True)
 class Measured:
-    """What steps took, medians.
+    """What steps took, medians."""
 
-    Attributes:
-        first, last: steps, counted from 1.
-        parts: seconds by name.
-        memory_bytes: of this rank: tensors at their most on a GPU; on a CPU, what the process has grown by.
-        with_libraries: that holds what libraries took, too, and is no measure of the prediction.
-    """
-
-    first: int
+    first: int  # first, last: steps, counted from 1
     last: int
     step_s: float
-    parts: Mapping[str, float]
-    memory_bytes: float
-    with_libraries: bool = False
+    parts: Mapping[str, float]  # seconds by name
+    memory_bytes: float  # of this rank: tensors at their most on a GPU; on a CPU, what the process has grown by
+    with_libraries: bool = False  # that includes what libraries took, too, so it is not compared with the prediction
 
 
 class Watch:
@@ -123,43 +114,51 @@ class Watch:
     Args:
         expected: None: nothing is watched.
         note: shows a line to a person.
+        layout: of the ranks, as `Layout` prints it.
+        waited_ns: how long this rank has waited for others so far.
         base_bytes: memory of the process before anything of the run was made.
     """
 
-    def __init__(self, expected: Expected | None, run: Run, note: Callable[[str], None], base_bytes: int = 0) -> None:
-        self._expected = expected if run.ranks.is_first else None
-        self._run, self._note, self._base_bytes = run, note, base_bytes
+    def __init__(
+        self,
+        expected: Expected | None,
+        note: Callable[[str], None],
+        folder: Path,
+        device: Device,
+        progress: RunProgress,
+        layout: str,
+        waited_ns: Callable[[], int],
+        base_bytes: int = 0,
+    ) -> None:
+        self._expected, self._note, self._base_bytes = expected, note, base_bytes
+        self._path, self._device, self._progress, self._waited_ns = folder / FILE, device, progress, waited_ns
         self._laps: Laps | None = None
-        self._warm_from = run.progress.step + WARM_UP
-        self._misfit = expected.misfit(str(run.config.parallel.layout), run.progress.micro_batch) if expected else ""
+        self._warm_from = progress.step + WARM_UP
+        self._misfit = expected.misfit(layout, progress.micro_batch) if expected else ""
 
-    def start(self) -> None:
-        """Say what is expected, and write it down."""
+    def start(self, tokens_per_step: int, steps: int) -> None:
+        """Say what is expected of the steps that are left, and write it down."""
         if self._expected is None:
             return
-        self._note(expected_line(self._expected, self._run))
+        self._note(expected_line(self._expected, tokens_per_step, steps))
         if self._misfit:
             self._note(f"  it is for {self._misfit}, and may be off by that")
-        self._write(None)
+        write_json(self._path, comparison(self._expected, None, self._misfit))
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches; a step begins with waiting for its own."""
         while True:
-            self._begin_step()
+            if self._expected is not None and self._progress.step >= self._warm_from:
+                if self._laps is None:
+                    self._laps = Laps(self._device.torch_device, self._waited_ns)
+                    if self._device.torch_device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats()  # trying micro-batches is not part of a step
+                self._laps.begin_step()
             batch = next(batches, None)
             if batch is None:
                 return
             self.end(LOADER)
             yield batch
-
-    def _begin_step(self) -> None:
-        if self._expected is None or self._run.progress.step < self._warm_from:
-            return
-        if self._laps is None:
-            self._laps = Laps(self._run.device.torch_device, lambda: self._run.ranks.waits.waited_ns)
-            if self._run.device.torch_device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # what trying micro-batches took is none of a step's
-        self._laps.begin_step()
 
     def end(self, part: str) -> None:
         """A part of the step has ended."""
@@ -171,45 +170,31 @@ class Watch:
         self.end(BETWEEN)
         if self._laps is None or self._expected is None:
             return
-        steps = self._laps.count
+        steps, last = self._laps.count, self._progress.step
         if steps >= MEASURED or (ending and steps >= _LEAST):
-            self._compare(self._expected, self._laps.medians(), steps)
+            memory_bytes = self._device.memory_in_use_bytes() - self._base_bytes
+            on_cpu = self._device.torch_device.type == "cpu"
+            measured = Measured(last - steps + 1, last, *self._laps.medians(), memory_bytes, with_libraries=on_cpu)
+            self._note(difference_line(self._expected, measured))
+            write_json(self._path, comparison(self._expected, measured, self._misfit))
             self._expected = self._laps = None
 
-    def _compare(self, expected: Expected, times: tuple[float, dict[str, float]], steps: int) -> None:
-        last = self._run.progress.step
-        memory_bytes = self._run.device.memory_in_use_bytes() - self._base_bytes
-        on_cpu = self._run.device.torch_device.type == "cpu"
-        measured = Measured(last - steps + 1, last, *times, memory_bytes, with_libraries=on_cpu)
-        self._note(difference_line(expected, measured))
-        self._write(measured)
 
-    def _write(self, measured: Measured | None) -> None:
-        assert self._expected is not None
-        write_json(self._run.folder.path / FILE, comparison(self._expected, measured, self._misfit))
-
-
-def expected_line(expected: Expected, run: Run) -> str:
+def expected_line(expected: Expected, tokens_per_step: int, steps: int) -> str:
     """What is expected of the run, in one line."""
-    tokens = run.config.train.global_batch * run.config.data.sequence_length
-    left = run.total_steps - run.progress.step
+    between = ""
+    if expected.interval_s is not None:
+        low_s, high_s = expected.interval_s
+        between = f" ({_time(low_s)} to {_time(high_s)} in 8 of 10 cases)"
     return (
-        f"expected: step {_time(expected.step_s)}{_between(expected)}, {tokens / expected.step_s:,.0f} tokens/s, "
-        f"{units.size(expected.memory_bytes)}, {left} steps in {units.duration(left * expected.step_s)} "
+        f"expected: step {_time(expected.step_s)}{between}, {tokens_per_step / expected.step_s:,.0f} tokens/s, "
+        f"{units.size(expected.memory_bytes)}, {steps} steps in {units.duration(steps * expected.step_s)} "
         f"({expected.source})"
     )
 
 
-def _between(expected: Expected) -> str:
-    """Where a step lies in 8 of 10 cases, if that is known."""
-    if expected.interval_s is None:
-        return ""
-    low_s, high_s = expected.interval_s
-    return f" ({_time(low_s)} to {_time(high_s)} in 8 of 10 cases)"
-
-
 def difference_line(expected: Expected, measured: Measured) -> str:
-    """How steps compare with what was expected; where they differ much, what most of that is."""
+    """How steps compare with what was expected; where they differ much, which part most of that is."""
     line = (
         f"measured over steps {measured.first} to {measured.last}: step {_time(measured.step_s)}, "
         f"{_more(measured.step_s, expected.step_s)}; memory {units.size(measured.memory_bytes)}, "
@@ -218,7 +203,7 @@ def difference_line(expected: Expected, measured: Measured) -> str:
     if abs(difference(measured.step_s, expected.step_s)) <= _LARGE:
         return line
     name = most_off(expected, measured)
-    was, wanted = measured.parts.get(name, 0.0), told_apart(expected, measured).get(name, 0.0)
+    was, wanted = measured.parts.get(name, 0.0), comparable_parts(expected, measured).get(name, 0.0)
     return f"{line}\n  most of the difference: {WORDS[name]}, {_time(was)} where {_time(wanted)} was expected"
 
 
@@ -227,7 +212,7 @@ def difference(measured: float, expected: float) -> float:
     return measured / expected - 1 if expected else 0.0
 
 
-def told_apart(expected: Expected, measured: Measured) -> dict[str, float]:
+def comparable_parts(expected: Expected, measured: Measured) -> dict[str, float]:
     """The expected parts as far as they could be measured: on a GPU, waiting for others lies within the passes."""
     parts = dict(expected.parts)
     if WAITING not in measured.parts:
@@ -238,26 +223,26 @@ def told_apart(expected: Expected, measured: Measured) -> dict[str, float]:
 def most_off(expected: Expected, measured: Measured) -> str:
     """The part that explains most of the difference of the step."""
     sign = 1 if measured.step_s >= expected.step_s else -1
-    wanted = told_apart(expected, measured)
+    wanted = comparable_parts(expected, measured)
     names = [*measured.parts, *(name for name in wanted if name not in measured.parts)]
     return max(names, key=lambda name: sign * (measured.parts.get(name, 0.0) - wanted.get(name, 0.0)))
 
 
 def comparison(expected: Expected, measured: Measured | None, misfit: str) -> dict[str, Any]:
     """Both as JSON values, with units in the keys."""
-    told = {name: value for name, value in asdict(expected).items() if name != "details"}
-    compared: dict[str, Any] = {"expected": told | {"parts": _in_seconds(expected.parts)}, "measured": None}
+
+    def with_units(value: Expected | Measured) -> dict[str, Any]:
+        parts = {f"{name}_s": seconds for name, seconds in value.parts.items()}
+        return {name: item for name, item in asdict(value).items() if name != "details"} | {"parts": parts}
+
+    compared: dict[str, Any] = {"expected": with_units(expected), "measured": None}
     if measured is not None:
-        compared["measured"] = asdict(measured) | {"parts": _in_seconds(measured.parts)}
+        compared["measured"] = with_units(measured)
         compared["step_difference_ratio"] = difference(measured.step_s, expected.step_s)
         if not measured.with_libraries:
             compared["memory_difference_ratio"] = difference(measured.memory_bytes, expected.memory_bytes)
         compared["most_off"] = most_off(expected, measured)
     return {"version": 1, **compared, "misfit": misfit, "prediction": dict(expected.details)}
-
-
-def _in_seconds(parts: Mapping[str, float]) -> dict[str, float]:
-    return {f"{name}_s": seconds for name, seconds in parts.items()}
 
 
 def _time(seconds: float) -> str:

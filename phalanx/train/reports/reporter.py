@@ -1,122 +1,96 @@
-"""From step reports to what a person sees and to what is kept: the display, and every metrics logger."""
+"""Reports with their MFU, memory and time left, sent to the metrics, the display and a user's callbacks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.checkpoint.session.snapshot_outcomes import Event
+from phalanx.checkpoint.session.snapshot_outcomes import SnapshotEvent
 from phalanx.core import units
 from phalanx.data.batch import Batch
-from phalanx.telemetry.loggers import Kind, MetricsLogger
-from phalanx.train.evaluate import Evaluation, HeldOut
-from phalanx.train.predicted_cost import Expected
-from phalanx.train.reports.display import Display, Status, shown
+from phalanx.telemetry.loggers import MetricsLogger
+from phalanx.train.evaluation import Evaluation, HeldOut
+from phalanx.train.reports.callbacks import Callback, CheckpointReport, StepReport, UserCallbacks
+from phalanx.train.reports.display import Display, shown
 from phalanx.train.reports.prediction_check import Watch
-from phalanx.train.reports.step_record import StepReport
-from phalanx.train.training_run import Run
+from phalanx.train.run_progress import RunProgress
 
 _FORWARD_SHARE = 3.0  # a forward pass costs a third of a forward and a backward pass
 
 
+@dataclass(frozen=True)
+class RunSizes:
+    """What figures of steps are derived with."""
+
+    total_steps: int
+    length: int  # tokens of a sample
+    flops_per_token: float  # of forward and backward, from the model's shapes
+    peak_flops_per_s: float | None  # of the devices of all ranks; None: unknown
+    memory_bytes: Callable[[], int]  # memory in use on this rank
+    samples_left: Callable[[int], int]  # held-out samples to be evaluated from a step on
+
+
 class Reporter:
-    """Turns reports into figures: MFU, memory, time left.
+    """Reports what happens in a run.
 
     Args:
-        flops_per_token: of forward and backward, from the model's shapes.
-        expected: what the run's first steps are held against; None: nothing.
-        base_bytes: memory of the process before anything of the run was made.
+        watch: times the first steps.
+        callbacks: a user's; called after the metrics and the display.
         clock: seconds.
 
     Attributes:
-        watch: times the first steps.
+        newest: the step that was reported last; None: none was.
     """
 
     def __init__(
         self,
-        run: Run,
+        sizes: RunSizes,
+        progress: RunProgress,
         display: Display,
         logger: MetricsLogger,
-        flops_per_token: float,
-        expected: Expected | None = None,
-        base_bytes: int = 0,
+        watch: Watch,
+        callbacks: tuple[Callback, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.watch = Watch(expected, run, display.note, base_bytes)
-        self._run = run
-        self._display = display
-        self._logger = logger
-        self._flops_per_token = flops_per_token
-        self._clock = clock
+        self.watch, self.callbacks = watch, UserCallbacks(callbacks)
+        self.newest: StepReport | None = None
+        self._own: tuple[Callback, ...] = (_Metrics(logger), _Shown(display))
+        self._sizes, self._progress = sizes, progress
+        self._display, self._logger, self._clock = display, logger, clock
         self._evaluation_s_per_token = 0.0
 
     def report(self, reports: list[StepReport], *, shown: bool = True) -> None:
-        """Log every step and show the newest, unless it is not `shown`."""
-        if not reports:
-            return
-        memory_bytes = self._run.device.memory_in_use_bytes()
-        mfu = self._mfu(reports[-1])
+        """Report every step; the newest is shown, unless it is not `shown`."""
+        # Memory and MFU are of all steps that are reported together: between two of them the host does not wait for the
+        # device, so it cannot know those of one.
+        sizes, memory_bytes = self._sizes, self._sizes.memory_bytes() if reports else 0
         for report in reports:
-            self._logger.log(report.step, self._values(report, mfu, memory_bytes))
-        newest = reports[-1]
-        self._run.progress.train_s += sum(report.step_s for report in reports)
-        if shown:
-            self._display.show(Status(newest, self._run.total_steps, mfu, memory_bytes, self._left_s(newest)))
-
-    def watched(self, text: HeldOut, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """`batches` of `text`, shown as they are looked at; how long they take is noted for what is left."""
-        step, length = self._run.progress.step, self._run.config.data.sequence_length
-        began_s, done = self._clock(), 0
-        for batch in shown(self._display, step, length, text, batches, self.evaluation_s(text), self._clock):
-            yield batch
-            done += len(batch)
-            self._evaluation_s_per_token = (self._clock() - began_s) / (done * length)
-
-    def evaluation_s(self, text: HeldOut) -> float:
-        """How long looking at `text` takes by what was seen so far; 0: nothing was."""
-        return self._evaluation_s_per_token * text.samples * self._run.config.data.sequence_length
+            is_shown = shown and report is reports[-1]
+            peak = sizes.peak_flops_per_s
+            full = replace(
+                report,
+                total_steps=sizes.total_steps,
+                mfu=None if peak is None else reports[-1].tokens_per_s * sizes.flops_per_token / peak,
+                memory_bytes=memory_bytes,
+                left_s=self._left_s(report) if is_shown else None,
+                is_shown=is_shown,
+            )
+            # Before a checkpoint is taken all steps are reported, so its counters include the time of each.
+            self._progress.train_s += report.step_s
+            self.newest = full
+            self._call("on_step", report.step, full)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Log and show held-out figures; those that were ended early are only shown."""
-        if evaluation.is_whole:
-            self._logger.log_event("evaluation", step, evaluation.figures())
-        if evaluation.tokens:
-            self._display.note(f"step {step}: held-out {describe(evaluation)}")
+        """Report held-out figures."""
+        self._call("on_evaluate", step, step, evaluation)
 
-    def _left_s(self, newest: StepReport) -> float | None:
-        """Until all is done; None while only the first step was seen, which compiles and tells nothing of the rest."""
-        steps = self._run.total_steps - newest.step
-        if newest.usual_s is None:
-            return None if steps else self._evaluations_left_s(newest)
-        return steps * newest.usual_s + self._evaluations_left_s(newest)
-
-    def _evaluations_left_s(self, newest: StepReport) -> float:
-        """Evaluations from this step on; before one was seen, a token is taken to cost a third of one trained on."""
-        if not self._run.has_validation:
-            return 0.0
-        config, run = self._run.config, self._run
-        every = config.evaluate.every_steps
-        between = (run.total_steps - 1) // every - max(newest.step - 1, run.progress.evaluated) // every if every else 0
-        length, final = config.data.sequence_length, run.held_out(config.evaluate.final_tokens).samples
-        tokens = length * (max(between, 0) * run.held_out(config.evaluate.tokens).samples + final)
-        step_tokens = newest.tokens_per_s * newest.step_s
-        trained_s_per_token = (newest.usual_s or newest.step_s) / step_tokens
-        return tokens * (self._evaluation_s_per_token or trained_s_per_token / _FORWARD_SHARE)
-
-    def flush(self) -> None:
-        """Make durable what was logged, so that a checkpoint never knows of steps that the metrics lack."""
-        self._logger.flush()
-
-    def kept(self, events: list[Event]) -> bool:
-        """Log what became of snapshots, and show the checkpoints among them; says whether there was any."""
+    def kept(self, events: list[SnapshotEvent]) -> bool:
+        """Report what became of snapshots; says whether there was any."""
         for event in events:
-            kind: Kind = "checkpoint" if event.persist else "snapshot"
-            told = {"name": event.name, "problem": event.problem}
-            values = event.figures() | {f"checkpoint/{name}": text for name, text in told.items() if text}
-            self._logger.log_event(kind, event.step, values)
-            if event.name:
-                self._display.note(f"step {event.step}: checkpoint {event.name} ({_costs(event)})")
+            report = CheckpointReport(event.step, event.persist, event.name, event.problem, event.figures())
+            self._call("on_checkpoint", event.step, report)
         return bool(events)
 
     def note_profile(self, path: Path | None) -> None:
@@ -124,13 +98,49 @@ class Reporter:
         if path is not None:
             self._display.note(f"profile {path} (open it in chrome://tracing or perfetto)")
 
-    def _mfu(self, report: StepReport) -> float | None:
-        peak = self._run.peak
-        if peak is None:
-            return None
-        return report.tokens_per_s * self._flops_per_token / (peak.flops_per_s * self._run.ranks.size)
+    def flush(self) -> None:
+        """Make durable what was logged, so that a checkpoint never knows of steps that the metrics lack."""
+        self._logger.flush()
 
-    def _values(self, report: StepReport, mfu: float | None, memory_bytes: int) -> dict[str, float | int | str]:
+    def watched(self, text: HeldOut, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """`batches` of `text`, shown as they are evaluated; how long they take is noted for what is left."""
+        step, length = self._progress.step, self._sizes.length
+        began_s, done = self._clock(), 0
+        for batch in shown(self._display, step, length, text, batches, self.evaluation_s(text), self._clock):
+            yield batch
+            done += len(batch)
+            self._evaluation_s_per_token = (self._clock() - began_s) / (done * length)
+
+    def evaluation_s(self, text: HeldOut) -> float:
+        """How long evaluating `text` takes by what was seen so far; 0: nothing was."""
+        return self._evaluation_s_per_token * text.samples * self._sizes.length
+
+    def _left_s(self, newest: StepReport) -> float | None:
+        """Until all is done; None while only the first step was seen, whose time says nothing about the rest."""
+        steps = self._sizes.total_steps - newest.step
+        if newest.usual_s is None:
+            return None if steps else self._evaluations_left_s(newest)
+        return steps * newest.usual_s + self._evaluations_left_s(newest)
+
+    def _evaluations_left_s(self, newest: StepReport) -> float:
+        """Before an evaluation was seen, a token of it is taken to cost a third of one trained on."""
+        trained_s_per_token = (newest.usual_s or newest.step_s) / (newest.tokens_per_s * newest.step_s)
+        tokens = self._sizes.length * self._sizes.samples_left(newest.step)
+        return tokens * (self._evaluation_s_per_token or trained_s_per_token / _FORWARD_SHARE)
+
+    def _call(self, method: str, step: int, *reported: object) -> None:
+        for callback in self._own:  # their errors, such as a full disk, end the run at once
+            getattr(callback, method)(*reported)
+        self.callbacks.call(method, step, *reported)
+
+
+class _Metrics(Callback):
+    """Writes the figures to every metrics logger."""
+
+    def __init__(self, logger: MetricsLogger) -> None:
+        self._logger = logger
+
+    def on_step(self, report: StepReport) -> None:
         values: dict[str, float | int | str] = {
             "loss": report.loss,
             "lr": report.lr,
@@ -139,24 +149,49 @@ class Reporter:
             "tokens": report.tokens,
             "tokens_per_s": report.tokens_per_s,
             "step_s": report.step_s,
-            "memory_bytes": memory_bytes,
+            "memory_bytes": report.memory_bytes,
         }
-        if mfu is not None:
-            values["mfu"] = mfu
-        return values
+        self._logger.log(report.step, values if report.mfu is None else values | {"mfu": report.mfu})
+
+    def on_evaluate(self, step: int, evaluation: Evaluation) -> None:
+        if evaluation.is_whole:  # one that was ended early is made up for by the next start
+            self._logger.log_event("evaluation", step, evaluation.figures())
+
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        texts = {"checkpoint/name": report.name, "checkpoint/problem": report.problem}
+        values: dict[str, float | int | str] = dict(report.figures)
+        values |= {name: text for name, text in texts.items() if text}
+        self._logger.log_event("checkpoint" if report.persist else "snapshot", report.step, values)
 
 
-def _costs(event: Event) -> str:
-    """``3.1 MB, stall 4 ms, durable after 0.21 s``."""
-    parts = [units.size(event.persist_bytes)] if event.persist_bytes else []
-    parts.append(f"stall {event.stall_s * 1e3:.0f} ms")
-    if event.durable_s:
-        parts.append(f"durable after {event.durable_s:.2f} s")
-    if event.put_off:
-        parts.append(f"{event.put_off} steps late")
-    if event.skipped:
-        parts.append(f"{event.skipped} skipped before it")
-    return ", ".join(parts)
+class _Shown(Callback):
+    """Shows a person the newest step, evaluations and durable checkpoints."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def on_step(self, report: StepReport) -> None:
+        if report.is_shown:
+            self._display.show(report)
+
+    def on_evaluate(self, step: int, evaluation: Evaluation) -> None:
+        if evaluation.tokens:
+            self._display.note(f"step {step}: held-out {describe(evaluation)}")
+
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        """``step 20: checkpoint step-00000020 (3.1 MB, stall 4 ms, durable after 0.21 s)``."""
+        if not report.name:
+            return
+        figure = {name.removeprefix("checkpoint/"): value for name, value in report.figures.items()}
+        parts = [units.size(figure["persist_bytes"])] if figure["persist_bytes"] else []
+        parts.append(f"stall {figure['stall_s'] * 1e3:.0f} ms")
+        if figure["durable_s"]:
+            parts.append(f"durable after {figure['durable_s']:.2f} s")
+        if figure["put_off"]:
+            parts.append(f"{figure['put_off']:.0f} steps late")
+        if figure["skipped"]:
+            parts.append(f"{figure['skipped']:.0f} skipped before it")
+        self._display.note(f"step {report.step}: checkpoint {report.name} ({', '.join(parts)})")
 
 
 def describe(evaluation: Evaluation) -> str:

@@ -1,4 +1,6 @@
-"""What each step did, kept on the device until it is printed, so that writing it down costs no synchronisation.
+"""What each step did and the throughput, kept on the device until it is reported: no synchronisation to write it down.
+
+The throughput (tokens/s) is that of the steps reported together, without evaluations and checkpoints.
 
 A window of steps can be recorded under torch.profiler, as a Chrome trace in the run folder.
 """
@@ -15,34 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.train.config import ProfileConfig
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One finished step, as plain numbers.
-
-    Attributes:
-        step: counted from 1.
-        loss: mean cross-entropy per weighted token, nats; without the z-loss term.
-        grad_norm: norm of the gradient before clipping.
-        lr: base learning rate of the step.
-        skipped: the bad-step policy left this update out.
-        tokens: tokens read from the start of the run to the end of this step.
-        tokens_per_s: rate over the steps reported together with this one.
-        step_s: mean wall time of those steps.
-        usual_s: the same without the first step of the process, which compiles and warms up, for what is still to come;
-            None: there was no other.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    tokens: int
-    tokens_per_s: float
-    step_s: float
-    usual_s: float | None = None
+from phalanx.train.reports.callbacks import StepReport
 
 
 @dataclass
@@ -59,7 +34,7 @@ class StepRecord:
     """Collects steps and turns them into `StepReport`s when flushed: one device-to-host copy per flush.
 
     Args:
-        clock: seconds, monotonic; time while `paused` (evaluation, checkpoints) is not counted.
+        clock: seconds, monotonic.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -69,6 +44,10 @@ class StepRecord:
     _is_cold: bool = False  # it is among those pending
 
     def __post_init__(self) -> None:
+        self.resume_clock()
+
+    def resume_clock(self) -> None:
+        """Leave the time since the last flush out of the rates: an evaluation or a checkpoint took it."""
         self._since_s = self.clock()
 
     def add(
@@ -89,7 +68,11 @@ class StepRecord:
         elapsed_s = max(now_s - self._since_s, 1e-9)
         rate = sum(item.step_tokens for item in self._pending) / elapsed_s
         step_s = elapsed_s / len(self._pending)
-        usual_s = self._usual_s(now_s, step_s)
+        usual_s: float | None = step_s
+        if self._is_cold and self._warm_s is not None:
+            # The first step of the process compiles and warms up: what is still to come is estimated without it.
+            self._is_cold, others = False, len(self._pending) - 1
+            usual_s = max(now_s - max(self._warm_s, self._since_s), 1e-9) / others if others else None
         self._since_s = now_s
         reports = [
             StepReport(item.step, loss, norm, item.lr, bool(skipped), item.tokens, rate, step_s, usual_s)
@@ -98,24 +81,12 @@ class StepRecord:
         self._pending.clear()
         return reports
 
-    def _usual_s(self, now_s: float, step_s: float) -> float | None:
-        if not self._is_cold or self._warm_s is None:
-            return step_s
-        self._is_cold, others = False, len(self._pending) - 1
-        return max(now_s - max(self._warm_s, self._since_s), 1e-9) / others if others else None
-
-    def resume_clock(self) -> None:
-        """Leave the time since the last flush out of the rates: something other than training took it."""
-        self._since_s = self.clock()
-
 
 class StepProfiler:
     """Records `config.steps` steps from `config.start_step` on; does nothing where no window is set."""
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int = 0) -> None:
-        self.config = config
-        self.folder = folder
-        self.rank = rank
+        self.config, self.folder, self.rank = config, folder, rank
         self._records = not config.ranks or rank in config.ranks
         self._profiler: Any = None
 
@@ -129,9 +100,6 @@ class StepProfiler:
         """Write the trace when the window ends and return its path."""
         if self._profiler is None or step < self.config.start_step + self.config.steps - 1:
             return None
-        return self._finish(step)
-
-    def _finish(self, step: int) -> Path:
         self._profiler.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         of_rank = f"-rank-{self.rank}" if self.rank else ""

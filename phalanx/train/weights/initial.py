@@ -1,8 +1,8 @@
 """Starting from weights that exist: a Hugging Face folder, another run, or a checkpoint of torchtitan. Not resume.
 
-The optimizer starts fresh. A folder of torchtitan's (plain DCP, such as ``step-1000``) says nothing of the model but
-names and shapes. What these tell is compared with the model to be filled; what they do not (`UNTOLD`) must be right in
-its config, or the weights compute something else.
+The optimizer starts fresh. A folder of torchtitan's (plain DCP, such as ``step-1000``) has names and shapes, and
+nothing else about the model. What follows from these is compared with the model to be filled; the rest (`UNKNOWN`) must
+be right in its config, or the weights compute something else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from phalanx.train.run_folder import RunFolder
 from phalanx.train.trainer import Trainer
 from phalanx.train.weights.trained import same_ids, take_newest
 
-UNTOLD = ("model.heads", "model.rope_theta", "model.rope_scaling", "model.norm_eps")
+UNKNOWN = ("model.heads", "model.rope_theta", "model.rope_scaling", "model.norm_eps")
 
 _OUTSIDE = {"embedding": "tok_embeddings.weight", "norm": "norm.weight", "head": "output.weight"}
 _INSIDE = {
@@ -56,8 +56,8 @@ def read_llama(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, 
     """The weights in the folder `path`, by logical name, as a model of `config` wants them.
 
     Returns:
-        `config` with what names and shapes tell of the model that was trained (to be compared with `config`), and its
-        tensors in host memory, the vocabulary without padding; no tensors if that comparison would fail.
+        `config` with what follows from names and shapes (to be compared with `config`), and the tensors in host memory,
+        the vocabulary without padding; no tensors if that comparison would fail.
 
     Raises:
         UserError: it is no Llama of torchtitan's, its index is refused, or it is damaged.
@@ -65,19 +65,23 @@ def read_llama(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, 
     found = open_plain(path)
     prefix = "model." if "model.tok_embeddings.weight" in found.tensors else ""
     stored = {n.removeprefix(prefix): entry for n, entry in found.tensors.items() if n.startswith(prefix)}
-    told = _told(path, stored, config)
-    if any(getattr(told, field) != getattr(config, field) for field in _COMPARED):
-        return told, {}
-    names = {name: _stored_name(name) for name in parameter_table(told)}
+    described = _described(path, stored, config)
+    if any(getattr(described, field) != getattr(config, field) for field in _COMPARED):
+        return described, {}
+    names = {}
+    for name in parameter_table(described):
+        match = _LAYER.fullmatch(name)
+        inside = match and f"layers.{match[1]}.{_INSIDE.get(match[2], match[2])}"
+        names[name] = inside or _OUTSIDE.get(name, name)
     missing = [theirs for theirs in names.values() if theirs not in stored]
     if missing:
         raise UserError(f"lacks {missing[0]}", cure=_CURE, field=str(path))
     tensors = found.read(prefix + theirs for theirs in names.values())
-    return told, {ours: _ours(ours, tensors[prefix + theirs], told) for ours, theirs in names.items()}
+    return described, {ours: _ours(ours, tensors[prefix + theirs], described) for ours, theirs in names.items()}
 
 
-def _told(path: Path, stored: Mapping[str, TensorEntry], config: ModelConfig) -> ModelConfig:
-    """What names and shapes say of the model."""
+def _described(path: Path, stored: Mapping[str, TensorEntry], config: ModelConfig) -> ModelConfig:
+    """The model as far as names and shapes describe it."""
     needed = ["tok_embeddings.weight", *(f"layers.0.{_INSIDE[name]}" for name in ("attention.k", "mlp.gate", "mlp.up"))]
     missing = [name for name in needed if name not in stored]
     if missing:
@@ -96,43 +100,22 @@ def _told(path: Path, stored: Mapping[str, TensorEntry], config: ModelConfig) ->
     return config.model_copy(update={**sizes, **kind, **other})
 
 
-def _stored_name(name: str) -> str:
-    match = _LAYER.fullmatch(name)
-    return _OUTSIDE.get(name, name) if match is None else f"layers.{match[1]}.{_INSIDE.get(match[2], match[2])}"
-
-
 def _ours(name: str, stored: Tensor, config: ModelConfig) -> Tensor:
     if name.endswith(_TRANSPOSED):
         return stored.t().contiguous()
     if name.endswith(_ROTATED):
-        return _halves(stored, config.head_dim)
+        # Rows of every head with the pairs that turn together half a head apart, not side by side.
+        (rows, width), head = stored.shape, config.head_dim
+        return stored.view(rows // head, head // 2, 2, width).transpose(1, 2).reshape(rows, width)
     return stored
-
-
-def _halves(stored: Tensor, head: int) -> Tensor:
-    """Rows of every head with the pairs that turn together half a head apart, not side by side."""
-    rows, width = stored.shape
-    return stored.view(rows // head, head // 2, 2, width).transpose(1, 2).reshape(rows, width)
 
 
 # What may differ between a model and the weights it starts from; sizes are compared as they are resolved.
 _FREE = frozenset(
     {
-        "vocab_size",
-        "vocab_multiple",
-        "max_sequence",
-        "kv_heads",
-        "head_size",
-        "mlp_hidden",
-        "mlp_multiple",
-        "merged_projections",
-        "attention_backend",
-        "z_loss",
-        "dropout",
-        "attention_dropout",
-        "init_std",
-        "init_depth_scaled",
-        "residual",
+        *("vocab_size", "vocab_multiple", "max_sequence", "kv_heads", "head_size", "mlp_hidden", "mlp_multiple"),
+        *("merged_projections", "attention_backend"),
+        *("z_loss", "dropout", "attention_dropout", "init_std", "init_depth_scaled", "residual"),
     }
 )
 _RESOLVED = {"kv_heads": "num_kv_heads", "head_size": "head_dim", "mlp_hidden": "mlp_width"}
@@ -157,43 +140,35 @@ def load_initial_weights(trainer: Trainer, tokenizer: Tokenizer, source: Path, s
     Raises:
         UserError: `source` is neither, or its weights do not fit the model's config; nothing is changed then.
     """
-    weights = _weights_of(source, trainer.config, say)
-    require_same_model(trainer.config, weights.model, weights.origin)
-    known = parameter_table(trainer.config)
-    fill(trainer.parameters, trainer.shards, _without_padding(weights), known=known)
+    config = trainer.model_config
+    if (source / "checkpoints").is_dir():
+        weights = weights_of_run(source, say)
+    elif is_plain(source):
+        described, tensors = read_llama(source, config)
+        say(f"{source} does not say {', '.join(UNKNOWN)}: they must be those it was trained with")
+        weights = Weights(source, described, tensors, None)
+    else:
+        weights = weights_of_folder(source)
+    require_same_model(config, weights.model, weights.origin)
+    # Those of the vocabulary with a row for each word and no more: this model pads for itself.
+    words = weights.model.vocab_size
+    tensors = {n: t[:words] if n in ("embedding", "head") else t for n, t in weights.tensors.items()}
+    fill(trainer.parameters, trainer.shards, tensors, known=parameter_table(config))
     trainer.weights_changed()
     say(f"starting from the weights of {weights.origin}")
     if weights.tokenizer is not None and not same_ids(weights.tokenizer, tokenizer):
         say("warning: these weights were trained with another tokenizer than data.tokenizer, whose ids mean other text")
 
 
-def _weights_of(source: Path, config: ModelConfig, say: Callable[[str], None]) -> Weights:
-    if (source / "checkpoints").is_dir():
-        return weights_of_run(source, say)
-    if is_plain(source):
-        told, tensors = read_llama(source, config)
-        say(f"{source} does not say {', '.join(UNTOLD)}: they must be those it was trained with")
-        return Weights(source, told, tensors, None)
-    return weights_of_folder(source)
-
-
 def require_same_model(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
-    """Refuse weights of another architecture: equal shapes alone would hide a different activation or rotation.
-
-    Raises:
-        UserError: naming the first setting that differs, and the value to set.
-    """
+    """Refuse weights of another architecture: equal shapes alone would hide a different activation or rotation."""
     for name in type(ours).model_fields:
         resolved = _RESOLVED.get(name, name)
         if name not in _FREE or name in _RESOLVED:
             _require(name, getattr(ours, resolved), getattr(theirs, resolved), source)
     if ours.position == "learned":
         _require("max_sequence", ours.max_sequence, theirs.max_sequence, source)
-    _require_same_words(ours, theirs, source)
-
-
-def _require_same_words(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
-    """Refuse more or fewer words: what the weights say of a word is a share among the words they were trained with."""
+    # What the weights say of a word is a share among the words they were trained with.
     if ours.vocab_size != theirs.vocab_size:
         raise UserError(
             f"the weights of {source} know {theirs.vocab_size} words",
@@ -201,12 +176,6 @@ def _require_same_words(ours: ModelConfig, theirs: ModelConfig, source: Path) ->
             field="model.vocab_size",
             value=ours.vocab_size,
         )
-
-
-def _without_padding(weights: Weights) -> dict[str, Tensor]:
-    """The tensors, those of the vocabulary with a row for each word and no more: this model pads for itself."""
-    words = weights.model.vocab_size
-    return {n: t[:words] if n in ("embedding", "head") else t for n, t in weights.tensors.items()}
 
 
 def _require(name: str, mine: object, given: object, source: Path) -> None:
@@ -217,7 +186,7 @@ def _require(name: str, mine: object, given: object, source: Path) -> None:
 
 
 def weights_of_run(source: Path, say: Callable[[str], None]) -> Weights:
-    """The weights of the newest good checkpoint of a run; `say` is told of damaged ones.
+    """The weights of the newest good checkpoint of a run; `say` shows damaged ones.
 
     Raises:
         UserError: no run, no checkpoint or no tokenizer is there.
@@ -241,11 +210,7 @@ def weights_of_run(source: Path, say: Callable[[str], None]) -> Weights:
 
 
 def weights_of_folder(source: Path) -> Weights:
-    """The weights of a Hugging Face folder.
-
-    Raises:
-        UserError: there is none, or of a kind that cannot be imported.
-    """
+    """The weights of a Hugging Face folder of a kind that can be imported."""
     if not source.is_dir():
         cure = "give a run folder or a Hugging Face folder"
         raise UserError("there is no such folder", cure=cure, field="train.init_from", value=str(source))

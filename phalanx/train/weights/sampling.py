@@ -15,12 +15,8 @@ from phalanx.model.generate import generate, generate_batch
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a prompt was continued with.
-
-    Attributes:
-        tokens: new ones.
-        ended: by the end-of-text token, by the number of tokens asked for, or by the model's longest sequence.
-    """
+    """What a prompt was continued with: new `tokens`, ended by the end of the text, by their number, or by the model's
+    longest sequence."""
 
     prompt: str
     text: str
@@ -82,7 +78,7 @@ def continue_texts(
         batch: texts at once at most.
 
     Raises:
-        UserError: at the call, as `continue_text`, with the number of the prompt where there are several.
+        UserError: at the call, with the number of the prompt where there are several.
     """
     ids, limits = [], []
     for number, prompt in enumerate(prompts, start=1):
@@ -92,7 +88,6 @@ def continue_texts(
         except UserError as error:
             which = f"prompt {number}: " if len(prompts) > 1 else ""
             raise UserError(which + error.problem, cure=error.cure) from None
-    told = [prompt for prompt in prompts for _ in range(samples)]
     end = tokenizer.end_of_text
     found = generate_batch(
         model,
@@ -105,38 +100,39 @@ def continue_texts(
         stop=() if end is None else (end,),
         batch=batch,
     )
-    return _told(tokenizer, told, limits, max_new_tokens, found)
 
+    def continued() -> Iterator[Continuation]:
+        each = [prompt for prompt in prompts for _ in range(samples)]
+        for prompt, limit, tokens in zip(each, limits, found, strict=True):
+            full: Literal["tokens", "max_sequence"] = "tokens" if limit == max_new_tokens else "max_sequence"
+            ended = "end_of_text" if len(tokens) < limit else full
+            yield Continuation(prompt, tokenizer.decode(tokens), len(tokens), ended)
 
-def _told(
-    tokenizer: Tokenizer, prompts: Sequence[str], limits: Sequence[int], wanted: int, found: Iterator[list[int]]
-) -> Iterator[Continuation]:
-    for prompt, limit, tokens in zip(prompts, limits, found, strict=True):
-        full: Literal["tokens", "max_sequence"] = "tokens" if limit == wanted else "max_sequence"
-        ended = "end_of_text" if len(tokens) < limit else full
-        yield Continuation(prompt, tokenizer.decode(tokens), len(tokens), ended)
+    return continued()
 
 
 def read_prompts(text: str, *, json_lines: bool) -> list[str]:
-    """The prompts of a file: a line each, or a JSON string or an object with `prompt` each; empty lines are none.
+    """The prompts of a file: a line each, or a JSON string or an object with `prompt` each; empty lines are left out.
 
     Raises:
-        UserError: a line is no JSON, or has no prompt.
+        UserError: a line is not JSON, or has no prompt.
     """
-    numbered = enumerate(text.replace("\r\n", "\n").split("\n"), start=1)  # U+2028 and others do not end a line
-    lines = [(number, line) for number, line in numbered if line.strip()]
-    return [_prompt_of(number, line) if json_lines else line for number, line in lines]
-
-
-def _prompt_of(number: int, line: str) -> str:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"line {number} is no JSON ({error})", cure="write one JSON value a line") from None
-    prompt = entry.get("prompt") if isinstance(entry, dict) else entry
-    if not isinstance(prompt, str):
-        raise UserError(f"line {number} has no prompt", cure='write {"prompt": "…"} or "…"')
-    return prompt
+    prompts = []
+    # U+2028 and others, at which `splitlines` would cut, do not end a line.
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        prompt: object = line
+        if not line.strip():
+            continue
+        if json_lines:
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"line {number} is no JSON ({error})", cure="write one JSON value a line") from None
+            prompt = entry.get("prompt") if isinstance(entry, dict) else entry
+        if not isinstance(prompt, str):
+            raise UserError(f"line {number} has no prompt", cure='write {"prompt": "…"} or "…"')
+        prompts.append(prompt)
+    return prompts
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -149,11 +145,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def room_after(model: Decoder, ids: list[int]) -> int:
-    """New tokens that fit behind a prompt.
-
-    Raises:
-        UserError: none does.
-    """
+    """New tokens that fit behind a prompt; refused if none does."""
     longest = model.config.max_sequence
     if len(ids) >= longest:
         raise UserError(

@@ -28,7 +28,7 @@ from phalanx.train.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with the weights of a checkpoint, and the tokenizer it was trained with."""
+    """A model with the weights of a checkpoint."""
 
     config: RunConfig
     model: Decoder
@@ -38,10 +38,10 @@ class Trained:
 
 
 def open_trained(path: Path, say: Callable[[str], None], *, device: str = "auto") -> Trained:
-    """Open the newest good checkpoint of the run in `path`; `say` is told which, and of damaged ones.
+    """Open the newest good checkpoint of the run in `path`; `say` shows which, and damaged ones.
 
     Raises:
-        UserError: no run, no checkpoint or no tokenizer is there.
+        UserError: there is no run, no checkpoint or no tokenizer, or a weight is missing or has another shape.
     """
     folder = RunFolder(path)
     config = folder.config()
@@ -50,9 +50,16 @@ def open_trained(path: Path, say: Callable[[str], None], *, device: str = "auto"
     model = Decoder(
         complete_model(config, tokenizer.vocab_size), device=chosen.torch_device, compute_dtype=chosen.compute_dtype
     )
-    step = _load_weights(folder, LogicalParameters(model), say)
+    wanted = {f"model.{name}": parameter.detach() for name, parameter in LogicalParameters(model).items()}
+
+    def require_all(differences: Differences) -> None:  # whatever else the checkpoint holds
+        if differences.missing:
+            problem = f"the newest checkpoint lacks {', '.join(differences.missing[:4])}"
+            raise UserError(problem, cure="use the config it was trained with", value=str(path))
+
+    restored = take_newest(folder, lambda _: Targets(wanted, check=require_all), say)
     model.eval()
-    return Trained(config, model, tokenizer, chosen, step)
+    return Trained(config, model, tokenizer, chosen, restored.step)
 
 
 def same_ids(left: Tokenizer, right: Tokenizer) -> bool:
@@ -65,8 +72,7 @@ def held_out_text(trained: Trained, run: Path, other: DataConfig | None) -> Load
     """The held-out text of the run, or that of `other`, split into tokens as the model of the run knows them.
 
     Raises:
-        UserError: the text of the run has changed so that its tokenizer is another now, or that of `other` cannot be
-            written in the run's tokens.
+        UserError: the text has changed so that its tokenizer is another now, or cannot be written in the run's tokens.
     """
     config = trained.config.data
     if other is not None:
@@ -83,11 +89,7 @@ def held_out_text(trained: Trained, run: Path, other: DataConfig | None) -> Load
 
 
 def take_newest(folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Restored:
-    """Fill what is `wanted` from the newest checkpoint of a run from which it can be read.
-
-    Raises:
-        UserError: there is none, or none is good.
-    """
+    """Fill what is `wanted` from the newest checkpoint of a run from which it can be read; refused if there is none."""
     store = open_store(folder.checkpoints)
     with torch.no_grad():
         restored = restore(wanted, keeper=None, store=store, report=say, strict=False)
@@ -96,19 +98,3 @@ def take_newest(folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -
             "has no good checkpoint yet", cure="train until the first one is written", value=str(folder.path)
         )
     return restored
-
-
-def _load_weights(folder: RunFolder, parameters: LogicalParameters, say: Callable[[str], None]) -> int:
-    """Fill `parameters` from the newest good checkpoint, whatever else it holds; its step.
-
-    Raises:
-        UserError: there is none, or a weight is missing or has another shape.
-    """
-    wanted = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-
-    def require_all(differences: Differences) -> None:
-        if differences.missing:
-            problem = f"the newest checkpoint lacks {', '.join(differences.missing[:4])}"
-            raise UserError(problem, cure="use the config it was trained with", value=str(folder.path))
-
-    return take_newest(folder, lambda _: Targets(wanted, check=require_all), say).step

@@ -49,11 +49,7 @@ def drive(jobs: Sequence[str], module: str = "phalanx.cli.main") -> NoReturn:
 
 
 def take_secrets(source: Path, target: Path) -> None:
-    """Copy every file of `source` into a folder that only this user can enter.
-
-    Raises:
-        OSError: one cannot be read or written.
-    """
+    """Copy every file of `source` into a folder that only this user can enter."""
     target.mkdir(mode=0o700, exist_ok=True)
     target.chmod(0o700)
     old = os.umask(0o077)
@@ -66,15 +62,7 @@ def take_secrets(source: Path, target: Path) -> None:
 
 
 def executor_command(arguments: Sequence[str], environ: Mapping[str, str], own: Path) -> list[str]:
-    """The program of an executor.
-
-    Args:
-        arguments: ``executor``, and what `executor_settings` is given.
-        own: folder with the secrets.
-
-    Raises:
-        UserError: they are something else.
-    """
+    """The program of an executor; `arguments` are ``executor`` and what `executor_settings` is given, as JSON."""
     if len(arguments) != 2 or arguments[0] != "executor":
         raise UserError("is no part of a job", cure="give driver or executor", value=" ".join(arguments))
     settings = json.dumps(executor_settings(json.loads(arguments[1]), environ, own))
@@ -82,11 +70,7 @@ def executor_command(arguments: Sequence[str], environ: Mapping[str, str], own: 
 
 
 def executor_settings(given: Mapping[str, Any], environ: Mapping[str, str], own: Path) -> dict[str, Any]:
-    """What the driver has said of all executors, and what only this pod knows.
-
-    Args:
-        given: ``settings``, ``base``, ``wave`` and ``driver``, which is an address.
-    """
+    """What the driver has said of all executors (settings, base, wave, driver), and what only this pod knows."""
     where = own / "driver"
     write_bytes(where, f"{given['driver']}\n".encode())
     return {

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from phalanx.core.config import Config
 from phalanx.core.errors import UserError
-from phalanx.run.backends.base import options_of
+from phalanx.run.backends.backend import options_of
 from phalanx.run.config import RunConfig
 from phalanx.run.secrets import is_secret_name
 

@@ -1,14 +1,8 @@
 """Kubernetes manifests of a job: names of its objects, the executors' Indexed Job, and what the driver needs.
 
-Names of the job's objects in a cluster, and of its hosts.
-
-The executors' manifest: an Indexed Job for hosts that are asked for together.
-
 A host that fails never comes again: its index has no restarts (``backoffLimitPerIndex: 0``), and the driver asks for a
 new one, in a new Job, which keeps off the nodes that were given up meanwhile. Within one Job that could not be: a
 template cannot be changed, a pod would come back under the same name, and only after a back-off of 10 s and more.
-
-What the driver needs in a cluster, as manifests.
 """
 
 from __future__ import annotations
@@ -21,10 +15,9 @@ from typing import Any
 
 from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions, Quantities, workers_per_host
 from phalanx.run.config import RunConfig, toml_value
+from phalanx.telemetry.alerts.alert_receivers import require_no_address
 
-DOMAIN = "phalanx-train"
-"""Prefix of labels and annotations."""
-
+DOMAIN = "phalanx-train"  # prefix of labels and annotations
 WAVE = f"{DOMAIN}/wave"
 EVICTED = f"{DOMAIN}/evicted-nodes"
 CORDONED_BY = f"{DOMAIN}/cordoned-by"
@@ -114,15 +107,12 @@ def executors(
         deadline_s: from now the cluster ends them after so long; 0: never.
     """
     mine = {**options.labels, **labels(base, "executor"), WAVE: str(wave)}
+    annotations = {"annotations": options.annotations} if options.annotations else {}
+    owners = {"ownerReferences": [owner]} if owner else {}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {
-            "name": wave_name(base, wave),
-            "labels": mine,
-            **({"annotations": options.annotations} if options.annotations else {}),
-            **({"ownerReferences": [owner]} if owner else {}),
-        },
+        "metadata": {"name": wave_name(base, wave), "labels": mine, **annotations, **owners},
         "spec": {
             "completionMode": "Indexed",
             "completions": count,
@@ -131,7 +121,7 @@ def executors(
             "podReplacementPolicy": "Failed",
             **({"activeDeadlineSeconds": deadline_s} if deadline_s else {}),
             "template": {
-                "metadata": {"labels": mine, **({"annotations": options.annotations} if options.annotations else {})},
+                "metadata": {"labels": mine, **annotations},
                 "spec": _executor_pod(base, options, settings, avoid),
             },
         },
@@ -141,16 +131,48 @@ def executors(
 def _executor_pod(
     base: str, options: KubernetesOptions, settings: Mapping[str, Any], avoid: Collection[str]
 ) -> Manifest:
+    extra = [{"name": f"volume-{place}", "mountPath": path} for place, path in enumerate(options.volumes)]
+    executor = {
+        **_container("executor", options, ["executor", json.dumps(settings, sort_keys=True)]),
+        "resources": _resources(options.resources),
+        "env": [
+            {"name": "PHALANX_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "PHALANX_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
+        "volumeMounts": [*_mounts(base), {"name": "shared-memory", "mountPath": "/dev/shm"}, *extra],
+        **({"securityContext": {"capabilities": {"add": list(options.capabilities)}}} if options.capabilities else {}),
+    }
+    limit = {"sizeLimit": options.shared_memory} if options.shared_memory else {}
+    volumes = [
+        # Executors get the authority alone: the driver's key is the driver's.
+        *_volumes(base, options, {"ca.crt": "ca.crt"}, options.claim if options.claim_is_shared else ""),
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", **limit}},
+    ]
+    for place, claim in enumerate(options.volumes.values()):
+        volumes.append({"name": f"volume-{place}", "persistentVolumeClaim": {"claimName": claim}})
+    affinity: Manifest = {}
+    if avoid:
+        # The API takes one name in each of these; those of a term have to hold together.
+        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in sorted(avoid)]
+        terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    if options.one_per_node:
+        others = {"matchLabels": labels(base, "executor")}
+        apart = {"labelSelector": others, "topologyKey": "kubernetes.io/hostname"}
+        affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+    # How long a pod stays bound to a node that the cluster cannot reach, or that is not ready.
+    bound = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": options.node_lost_s}
+    lost = [{"key": f"node.kubernetes.io/{taint}", **bound} for taint in ("unreachable", "not-ready")]
     return {
-        **as_user(options),
+        **_as_user(options),
         "restartPolicy": "Never",
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": options.grace_s,
-        "containers": [_executor_container(base, options, settings)],
-        "volumes": _executor_volumes(base, options),
-        "affinity": _affinity(base, options, avoid),
-        "tolerations": [*options.tolerations, *(_outlasts(options.node_lost_s))],
+        "containers": [executor],
+        "volumes": volumes,
+        "affinity": affinity,
+        "tolerations": [*options.tolerations, *lost],
         **({"nodeSelector": options.node_selector} if options.node_selector else {}),
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}),
         **({"priorityClassName": options.priority_class} if options.priority_class else {}),
@@ -159,69 +181,10 @@ def _executor_pod(
     }
 
 
-def _executor_container(base: str, options: KubernetesOptions, settings: Mapping[str, Any]) -> Manifest:
-    extra = [{"name": f"volume-{place}", "mountPath": path} for place, path in enumerate(options.volumes)]
-    return {
-        **container("executor", options, ["executor", json.dumps(settings, sort_keys=True)]),
-        "resources": resources(options.resources),
-        "env": [
-            {"name": "PHALANX_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "PHALANX_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-        ],
-        "volumeMounts": [*mounts(base), {"name": "shared-memory", "mountPath": "/dev/shm"}, *extra],
-        **({"securityContext": {"capabilities": {"add": list(options.capabilities)}}} if options.capabilities else {}),
-    }
-
-
-def _executor_volumes(base: str, options: KubernetesOptions) -> list[Manifest]:
-    limit = {"sizeLimit": options.shared_memory} if options.shared_memory else {}
-    return [
-        # Executors get the authority alone: the driver's key is the driver's.
-        secrets(base, options, {"ca.crt": "ca.crt"}),
-        {"name": "private", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
-        run_folder(options.claim if options.claim_is_shared else ""),
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", **limit}},
-        *(
-            {"name": f"volume-{place}", "persistentVolumeClaim": {"claimName": claim}}
-            for place, claim in enumerate(options.volumes.values())
-        ),
-    ]
-
-
-def _affinity(base: str, options: KubernetesOptions, avoid: Collection[str]) -> Manifest:
-    found: Manifest = {}
-    if avoid:
-        # The API takes one name in each of these; those of a term have to hold together.
-        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in sorted(avoid)]
-        terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
-        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
-    if options.one_per_node:
-        apart = {
-            "labelSelector": {"matchLabels": labels(base, "executor")},
-            "topologyKey": "kubernetes.io/hostname",
-        }
-        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
-    return found
-
-
-def _outlasts(node_lost_s: int) -> list[Manifest]:
-    """How long a pod stays bound to a node that the cluster cannot reach, or that is not ready."""
-    return [
-        {
-            "key": f"node.kubernetes.io/{taint}",
-            "operator": "Exists",
-            "effect": "NoExecute",
-            "tolerationSeconds": node_lost_s,
-        }
-        for taint in ("unreachable", "not-ready")
-    ]
-
-
 # What the driver's pod has too
 
 
-def container(name: str, options: KubernetesOptions, arguments: list[str]) -> Manifest:
-    """A container that runs our entry."""
+def _container(name: str, options: KubernetesOptions, arguments: list[str]) -> Manifest:
     from_secrets = [{"secretRef": {"name": name}} for name in options.environment_secrets]
     return {
         "name": name,
@@ -233,13 +196,13 @@ def container(name: str, options: KubernetesOptions, arguments: list[str]) -> Ma
     }
 
 
-def resources(amounts: Quantities) -> Manifest:
+def _resources(amounts: Quantities) -> Manifest:
     """The same as request and limit, so that nothing is taken away later."""
     texts = {name: str(amount) for name, amount in amounts.items()}
     return {"requests": texts, "limits": texts} if texts else {}
 
 
-def mounts(base: str) -> list[Manifest]:
+def _mounts(base: str) -> list[Manifest]:
     """Of every container; several jobs can keep their run folders on one claim."""
     return [
         {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
@@ -248,32 +211,19 @@ def mounts(base: str) -> list[Manifest]:
     ]
 
 
-def secrets(base: str, options: KubernetesOptions, tls: Mapping[str, str]) -> Manifest:
-    """A volume with the job's token and files for TLS; no one but the pod's user, or its group, can read them."""
-    mode = 0o440 if options.user else 0o400
-    return {
-        "name": "secret",
-        "projected": {
-            "defaultMode": mode,
-            "sources": [
-                {"secret": {"name": base, "items": [{"key": "token", "path": "token"}]}},
-                {
-                    "secret": {
-                        "name": options.tls_secret,
-                        "items": [{"key": key, "path": path} for key, path in tls.items()],
-                    }
-                },
-            ],
-        },
-    }
+def _volumes(base: str, options: KubernetesOptions, tls: Mapping[str, str], claim: str) -> list[Manifest]:
+    """Of every pod: the job's token with files for TLS, which only its user or group can read, and two folders."""
+    token = {"name": base, "items": [{"key": "token", "path": "token"}]}
+    certificates = {"name": options.tls_secret, "items": [{"key": key, "path": path} for key, path in tls.items()]}
+    mode, sources = 0o440 if options.user else 0o400, [{"secret": token}, {"secret": certificates}]
+    return [
+        {"name": "secret", "projected": {"defaultMode": mode, "sources": sources}},
+        {"name": "private", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
+        {"name": "run", **({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})},
+    ]
 
 
-def run_folder(claim: str) -> Manifest:
-    """A volume for the run folder."""
-    return {"name": "run", **({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})}
-
-
-def as_user(options: KubernetesOptions) -> Manifest:
+def _as_user(options: KubernetesOptions) -> Manifest:
     """Who the pod's processes are, and what images are fetched with."""
     found: Manifest = {}
     if options.user:
@@ -297,29 +247,27 @@ def for_driver(config: RunConfig, options: KubernetesOptions, namespace: str, to
     """Every object that a job begins with, in the order in which they have to be made."""
     base = base_name(config.job_name)
     rights = [] if options.service_account else _rights(base, namespace, options.cordon)
-    return [*rights, *(_object(each, base, namespace) for each in _own(base, config, options, namespace, token))]
-
-
-def _own(base: str, config: RunConfig, options: KubernetesOptions, namespace: str, token: str) -> list[Manifest]:
-    return [
+    own = [
         {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "stringData": {"token": token}},
-        {"apiVersion": "v1", "kind": "ConfigMap", "data": {"job.toml": job_file(config, options, namespace)}},
+        {"apiVersion": "v1", "kind": "ConfigMap", "data": {"job.toml": _job_file(config, options, namespace)}},
         _service(base, options),
-        _job(base, config, options),
+        _driver_job(base, config, options),
     ]
+    return [*rights, *(_object(each, base, namespace) for each in own)]
 
 
-def job_file(config: RunConfig, options: KubernetesOptions, namespace: str) -> str:
+def _job_file(config: RunConfig, options: KubernetesOptions, namespace: str) -> str:
     """The job as the driver in its pod reads it: the same settings, with paths of the pod."""
+    require_no_address(config.alerts)
     given = config.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
-    told = options.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    own = options.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
     port = config.http.rpartition(":")[2]
     changed: dict[str, Any] = {
         **given,
         "name": config.job_name,
         "folder": RUN_FOLDER,
         "workers_per_host": workers_per_host(config, options),
-        "backend_options": {**told, "namespace": namespace},
+        "backend_options": {**own, "namespace": namespace},
         "listen": f"0.0.0.0:{options.port}",
         # Of the pod itself, which is where `kubectl port-forward` comes out.
         "http": f"127.0.0.1:{port if port != '0' else options.port + 1}",
@@ -344,26 +292,23 @@ def _rights(base: str, namespace: str, cordon: bool) -> list[Manifest]:
         {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list", "create", "patch", "delete"]},
     ]
     rbac = {"apiVersion": "rbac.authorization.k8s.io/v1"}
-    subject = {"kind": "ServiceAccount", "name": base, "namespace": namespace}
+
+    def binding(kind: str, name: str) -> Manifest:
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name}
+        subjects = [{"kind": "ServiceAccount", "name": base, "namespace": namespace}]
+        return {**rbac, "kind": f"{kind}Binding", "roleRef": role, "subjects": subjects}
+
     found = [
         _object({"apiVersion": "v1", "kind": "ServiceAccount"}, base, namespace),
         _object({**rbac, "kind": "Role", "rules": rules}, base, namespace),
-        _object({**rbac, "kind": "RoleBinding", **_binds("Role", base, subject)}, base, namespace),
+        _object(binding("Role", base), base, namespace),
     ]
     if cordon:
         nodes = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
         name = f"{namespace}-{base}"  # these belong to no namespace
         found.append(_object({**rbac, "kind": "ClusterRole", "rules": nodes}, base, "", name))
-        binding = {**rbac, "kind": "ClusterRoleBinding", **_binds("ClusterRole", name, subject)}
-        found.append(_object(binding, base, "", name))
+        found.append(_object(binding("ClusterRole", name), base, "", name))
     return found
-
-
-def _binds(kind: str, name: str, subject: Manifest) -> Manifest:
-    return {
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
-        "subjects": [subject],
-    }
 
 
 def _service(base: str, options: KubernetesOptions) -> Manifest:
@@ -380,10 +325,36 @@ def _service(base: str, options: KubernetesOptions) -> Manifest:
     }
 
 
-def _job(base: str, config: RunConfig, options: KubernetesOptions) -> Manifest:
+def _driver_job(base: str, config: RunConfig, options: KubernetesOptions) -> Manifest:
     """The driver: started again wherever it fails, until the job has ended; never two at a time."""
-    ended = {"containerName": "driver", "operator": "In", "values": _LAST_STATUSES}
-    moved = [{"type": "DisruptionTarget", "status": "True"}]
+    rules = [
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": "driver", "operator": "In", "values": _LAST_STATUSES},
+        },
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    container = {
+        **_container("driver", options, ["driver"]),
+        "resources": _resources(options.driver_resources),
+        "env": [{"name": DRIVER_VARIABLE, "value": base}],
+        "ports": [{"name": "executors", "containerPort": options.port}],
+        "volumeMounts": [*_mounts(base), {"name": "job", "mountPath": JOB_FOLDER, "readOnly": True}],
+    }
+    pod = {
+        **_as_user(options),
+        "restartPolicy": "Never",
+        "enableServiceLinks": False,
+        "serviceAccountName": options.service_account or base,
+        # Long enough to end the job in good order, ranks first.
+        "terminationGracePeriodSeconds": int(config.policy.grace_s + config.policy.stop_s) + options.grace_s + 30,
+        "containers": [container],
+        "volumes": [
+            *_volumes(base, options, {"tls.crt": "tls.crt", "tls.key": "tls.key"}, options.claim),
+            {"name": "job", "configMap": {"name": base}},
+        ],
+        **({"nodeSelector": options.driver_node_selector} if options.driver_node_selector else {}),
+    }
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -392,42 +363,8 @@ def _job(base: str, config: RunConfig, options: KubernetesOptions) -> Manifest:
             "parallelism": 1,
             "backoffLimit": _MANY,
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": ended},
-                    {"action": "Ignore", "onPodConditions": moved},
-                ]
-            },
+            "podFailurePolicy": {"rules": rules},
             **({"activeDeadlineSeconds": options.deadline_s} if options.deadline_s else {}),
-            "template": {
-                "metadata": {"labels": labels(base, "driver")},
-                "spec": _driver_pod(base, config, options),
-            },
+            "template": {"metadata": {"labels": labels(base, "driver")}, "spec": pod},
         },
-    }
-
-
-def _driver_pod(base: str, config: RunConfig, options: KubernetesOptions) -> Manifest:
-    driver = {
-        **container("driver", options, ["driver"]),
-        "resources": resources(options.driver_resources),
-        "env": [{"name": DRIVER_VARIABLE, "value": base}],
-        "ports": [{"name": "executors", "containerPort": options.port}],
-        "volumeMounts": [*mounts(base), {"name": "job", "mountPath": JOB_FOLDER, "readOnly": True}],
-    }
-    return {
-        **as_user(options),
-        "restartPolicy": "Never",
-        "enableServiceLinks": False,
-        "serviceAccountName": options.service_account or base,
-        # Long enough to end the job in good order, ranks first.
-        "terminationGracePeriodSeconds": int(config.policy.grace_s + config.policy.stop_s) + options.grace_s + 30,
-        "containers": [driver],
-        "volumes": [
-            secrets(base, options, {"tls.crt": "tls.crt", "tls.key": "tls.key"}),
-            {"name": "private", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
-            run_folder(options.claim),
-            {"name": "job", "configMap": {"name": base}},
-        ],
-        **({"nodeSelector": options.driver_node_selector} if options.driver_node_selector else {}),
     }

@@ -16,15 +16,14 @@ from pathlib import Path
 
 from phalanx.core.errors import UserError
 from phalanx.run.backends.slurm import commands
-from phalanx.run.backends.slurm.backend import Notes
 from phalanx.run.backends.slurm.commands import SlurmOptions, read_options
+from phalanx.run.backends.slurm.slurm_backend import Notes
 from phalanx.run.config import load_job
 from phalanx.run.job_folder import read_card
 from phalanx.run.supervise import Supervisor
 
 JOB_FILE = "job.toml"
-FOLDER = "slurm"
-"""In the run folder."""
+FOLDER = "slurm"  # in the run folder
 
 REQUEUED = (3, 6)
 """Statuses of jobs that may go on with another allocation: no hosts, time is short."""
@@ -59,36 +58,25 @@ def _requeue_if_due(folder: Path, options: SlurmOptions, job: str, count: int) -
     """Have Slurm queue the job again, and wait to be ended; return where it does not."""
     if count >= options.max_requeues:
         _say(f"it is not queued again: it was {count} times (run.backend_options.max_requeues)")
-    elif _state(job) != "RUNNING":
+        return
+    if _squeue(job, "%T") != "RUNNING":
         _say("it is not queued again by this script: Slurm is ending it")
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes now; programs that are started inherit it
-        _requeue(job, sorted(Notes.read(folder / "executors" / "slurm.json").evicted))
-
-
-def _requeue(job: str, without: list[str]) -> None:
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes now; programs that are started inherit it
+    without = sorted(Notes.read(folder / "executors" / "slurm.json").evicted)
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
     if done.returncode:
         _say(f"Slurm does not queue it again ({done.stderr.strip()}): submit it again, it goes on where it was")
         return
     _say(f"it is queued again{', without ' + ','.join(without) if without else ''}")
     if without:  # can be changed only while it waits
-        excluded = [*_excluded(job), *without]
+        before = _squeue(job, "%x")  # nodes that its submitter has excluded, as Slurm writes them
+        excluded = [*([before] if before not in ("", "(null)") else []), *without]
         update = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(excluded)}"]
         done = subprocess.run(update, capture_output=True, text=True, check=False)
         if done.returncode:
             _say(f"Slurm may give it nodes that were evicted, which it will not use: {done.stderr.strip()}")
     time.sleep(_END_S)
-
-
-def _excluded(job: str) -> list[str]:
-    """Nodes that whoever submitted the job has excluded, as Slurm writes them."""
-    text = _squeue(job, "%x")
-    return [text] if text not in ("", "(null)") else []
-
-
-def _state(job: str) -> str:
-    return _squeue(job, "%T")
 
 
 def _squeue(job: str, what: str) -> str:

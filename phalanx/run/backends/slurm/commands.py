@@ -1,8 +1,4 @@
-"""Options of the Slurm back end, and Slurm's commands: what they are asked, and how their answers are read.
-
-What the job file says of Slurm: ``[run.backend_options]``; see docs/run_slurm.md.
-
-What Slurm's commands are asked, and how their answers are read.
+"""Options of the Slurm back end (docs/run_slurm.md), and Slurm's commands: what they are asked, how answers are read.
 
 Only formats with fixed columns are asked for, which all versions print alike; free text is in none of them.
 """
@@ -24,7 +20,7 @@ from pydantic import Field, field_validator
 from phalanx.core.config import Config
 from phalanx.core.errors import UserError
 from phalanx.launch.environment import expand_hosts
-from phalanx.run.backends.base import options_of
+from phalanx.run.backends.backend import options_of
 from phalanx.run.config import RunConfig
 
 # As sbatch takes them: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
@@ -80,17 +76,11 @@ class SlurmOptions(Config):
 
 
 def read_options(config: RunConfig) -> SlurmOptions:
-    """The options of a job, checked together with it.
-
-    Raises:
-        UserError: one is wrong.
-    """
+    """The options of a job, checked together with it; raises UserError where one is wrong."""
     options = options_of(SlurmOptions, config)
     if options.time and seconds_of(options.time) <= options.stop_before_s:
-        cure = f"give more time, or lower stop_before_s = {options.stop_before_s:g}"
-        raise UserError(
-            "the job would stop as soon as it begins", cure=cure, field="run.backend_options.time", value=options.time
-        )
+        cure, field = f"give more time, or lower stop_before_s = {options.stop_before_s:g}", "run.backend_options.time"
+        raise UserError("the job would stop as soon as it begins", cure=cure, field=field, value=options.time)
     return options
 
 
@@ -108,12 +98,8 @@ def seconds_of(text: str) -> float:
     return float(parts[0] * 60 + (parts[1] if len(parts) == 2 else 0))
 
 
-COMMAND_S = 60.0
-"""Limit for one command; a controller under load answers late."""
-
-COLUMNS = "%T|%L|%N|%r"
-"""Of squeue, for `read_allocation`."""
-
+COMMAND_S = 60.0  # limit for one command; a controller under load answers late
+COLUMNS = "%T|%L|%N|%r"  # of squeue, for `read_allocation`
 _LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 # What a job's or step's shape leaves in the environment, where the next srun would take it for its own options.
@@ -130,14 +116,7 @@ class SlurmError(Exception):
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a job has now.
-
-    Attributes:
-        state: such as ``PENDING``, ``RUNNING``, ``COMPLETING``.
-        nodes: in Slurm's order; one that fails is taken out by Slurm.
-        left_s: of its wall time; infinite: there is no limit.
-        why: reason for which it waits.
-    """
+    """What a job has now: its state, nodes (one that fails is taken out), wall time left, and why it waits."""
 
     state: str
     nodes: tuple[str, ...]
@@ -158,11 +137,7 @@ def in_allocation(environ: Mapping[str, str]) -> str:
 
 
 def require_programs(*names: str) -> None:
-    """See that Slurm's commands are here.
-
-    Raises:
-        UserError: one is not.
-    """
+    """See that Slurm's commands are here; raises UserError where one is not."""
     for name in names:
         if shutil.which(name) is None:
             cure = "run this where Slurm's commands are, or choose another back end"
@@ -170,11 +145,7 @@ def require_programs(*names: str) -> None:
 
 
 async def call(*command: str) -> str:
-    """What a command says on stdout.
-
-    Raises:
-        SlurmError: it has failed, or takes longer than `COMMAND_S`.
-    """
+    """What a command says on stdout. Raises SlurmError: it has failed, or takes longer than `COMMAND_S`."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -197,11 +168,7 @@ async def call(*command: str) -> str:
 
 
 async def allocation(job: str) -> Allocation | None:
-    """Of a job; None: Slurm knows of none any more.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
+    """Of a job; None: Slurm knows of none any more. Raises SlurmError: Slurm does not answer."""
     try:
         return read_allocation(await call("squeue", "-h", "-t", "all", "-j", job, "-o", COLUMNS))
     except SlurmError as error:
@@ -230,7 +197,7 @@ def read_left(text: str) -> float:
 
 
 class StepList:
-    """The steps of a job. Who asks gets an answer that was begun after the question; one answer serves all who wait."""
+    """The steps of a job. An answer was begun after the question; one answer serves all that wait."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -239,11 +206,7 @@ class StepList:
         self._found: dict[str, str] = {}
 
     async def read(self) -> dict[str, str]:
-        """Ids by names.
-
-        Raises:
-            SlurmError: Slurm does not answer.
-        """
+        """Ids by names. Raises SlurmError: Slurm does not answer."""
         asked_s = time.monotonic()
         async with self._lock:
             if self._begun_s < asked_s:
@@ -260,11 +223,7 @@ def read_steps(text: str) -> dict[str, str]:
 
 
 async def signal_step(number: str, name: str) -> None:
-    """Send a signal to a step; one that has ended meanwhile is no trouble.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
+    """Send a signal to a step; one that has ended is not an error. Raises SlurmError: Slurm does not answer."""
     try:
         await call("scancel", f"--signal={name}", number)
     except SlurmError as error:

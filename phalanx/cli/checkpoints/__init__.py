@@ -1,1 +1,0 @@
-"""The commands of `phalanx checkpoint`, a module each; only those that look into tensors import torch."""

@@ -1,0 +1,1 @@
+"""The dashboard: one small web application over run folders and the interface of drivers."""

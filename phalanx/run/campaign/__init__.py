@@ -1,0 +1,1 @@
+"""Cases of the fault campaign, run with the real ``phalanx run`` and judged; see docs/faults.md."""

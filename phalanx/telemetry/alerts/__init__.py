@@ -1,0 +1,1 @@
+"""Watching a run from outside its ranks: alerts and what Prometheus reads. Nothing here imports torch."""
