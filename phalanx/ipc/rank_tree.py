@@ -73,6 +73,7 @@ def children_of(rank: int, size: int) -> range:
 @dataclass
 class _Operation:
     kind: OperationKind
+    begun_by: str
     parts: dict[int, bytes] = field(default_factory=dict)
     answer: Future[bytes] = field(default_factory=Future)
     is_mine: bool = False
@@ -120,7 +121,7 @@ class TreeNode:
         broadcast to rank 0's value, `LOWEST` to the lowest JSON value that is not null.
         """
         number, self._next = self._next, self._next + 1
-        operation = self._open.setdefault(number, _Operation(kind))
+        operation = self._open.setdefault(number, _Operation(kind, self.name))
         answer = operation.answer
         operation.is_mine = True
         if self.failed:
@@ -134,7 +135,7 @@ class TreeNode:
             for neighbour, why in self._gone.items():
                 self._miss(number, operation, neighbour, why)
         else:
-            self.fail(f"{self.name} is to {described(kind)} while others are to {described(operation.kind)}")
+            self._fail_mixed(operation, self.name, kind)
         return number, answer
 
     def hear(self, neighbour: int, message: TreeMessage) -> None:
@@ -149,10 +150,9 @@ class TreeNode:
         elif message_type == MessageType.MISSING:
             self._hear_missing(neighbour, number, json.loads(body))
         else:
-            operation = self._open.setdefault(number, _Operation(OperationKind(kind)))
+            operation = self._open.setdefault(number, _Operation(OperationKind(kind), self._name(neighbour)))
             if operation.kind != kind:
-                first = f"{self._name(neighbour)} is to {described(OperationKind(kind))}"
-                self.fail(f"{first} while others are to {described(operation.kind)}")
+                self._fail_mixed(operation, self._name(neighbour), OperationKind(kind))
             elif message_type == MessageType.UP:
                 operation.parts[neighbour] = body
                 self._advance(number, operation)
@@ -192,6 +192,14 @@ class TreeNode:
         names = [*operation.missing, *silent]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return "; ".join(names[:_SHOWN]) + more or "nobody"
+
+    def is_owing(self) -> bool:
+        """Children that have not connected are still to receive something."""
+        return bool(self.failed or self._unsent) and any(child not in self._names for child in self.children)
+
+    def _fail_mixed(self, operation: _Operation, name: str, kind: OperationKind) -> None:
+        # Either of the two may be the one that went astray: both are named.
+        self.fail(f"{name} is to {described(kind)} while {operation.begun_by} is to {described(operation.kind)}")
 
     def _advance(self, number: int, operation: _Operation) -> None:
         if operation.kind is OperationKind.BROADCAST:
@@ -242,7 +250,7 @@ class TreeNode:
         if number < self._next and number not in self._open:
             self._post(asker, MessageType.MISSING, number, b"[]")
             return
-        operation = self._open.setdefault(number, _Operation(kind))
+        operation = self._open.setdefault(number, _Operation(kind, self._name(asker)))
         operation.askers.add(asker)
         goes_down = kind is not OperationKind.BROADCAST
         if not operation.is_mine and (goes_down or self.rank == 0):
