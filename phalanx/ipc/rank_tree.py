@@ -75,6 +75,7 @@ class _Operation:
     """One operation, as far as this rank knows of it."""
 
     kind: Kind
+    begun_by: str
     parts: dict[int, bytes] = field(default_factory=dict)
     answer: Future[bytes] = field(default_factory=Future)
     is_mine: bool = False
@@ -122,7 +123,7 @@ class Node:
         broadcast to rank 0's value, `LOWEST` to the lowest JSON value that is not null.
         """
         number, self._next = self._next, self._next + 1
-        operation = self._operation(number, kind)
+        operation = self._operation(number, kind, self.name)
         answer = operation.answer
         operation.is_mine = True
         if self.failed:
@@ -136,7 +137,7 @@ class Node:
             for neighbour, why in self._gone.items():
                 self._miss(number, operation, neighbour, why)
         else:
-            self.fail(f"{self.name} is to {words(kind)} while others are to {words(operation.kind)}")
+            self._fail_mixed(operation, self.name, kind)
         return number, answer
 
     def hear(self, neighbour: int, message: Message) -> None:
@@ -151,10 +152,9 @@ class Node:
         elif word == Word.MISSING:
             self._told_missing(neighbour, number, json.loads(body))
         else:
-            operation = self._operation(number, Kind(kind))
+            operation = self._operation(number, Kind(kind), self._name(neighbour))
             if operation.kind != kind:
-                first = f"{self._name(neighbour)} is to {words(Kind(kind))}"
-                self.fail(f"{first} while others are to {words(operation.kind)}")
+                self._fail_mixed(operation, self._name(neighbour), Kind(kind))
             elif word == Word.UP:
                 operation.parts[neighbour] = body
                 self._advance(number, operation)
@@ -194,6 +194,14 @@ class Node:
         names = [*operation.missing, *silent]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return "; ".join(names[:_SHOWN]) + more or "nobody"
+
+    def is_owing(self) -> bool:
+        """Children that have not connected are still to receive something."""
+        return bool(self.failed or self._unsent) and any(child not in self._names for child in self.children)
+
+    def _fail_mixed(self, operation: _Operation, name: str, kind: Kind) -> None:
+        # Either of the two may be the one that went astray: both are named.
+        self.fail(f"{name} is to {words(kind)} while {operation.begun_by} is to {words(operation.kind)}")
 
     def _advance(self, number: int, operation: _Operation) -> None:
         """Pass on what is complete."""
@@ -249,7 +257,7 @@ class Node:
         if number < self._next and number not in self._open:
             self._say(asker, Word.MISSING, number, b"[]")
             return
-        operation = self._operation(number, kind)
+        operation = self._operation(number, kind, self._name(asker))
         operation.askers.add(asker)
         goes_down = kind is not Kind.BROADCAST
         if not operation.is_mine and (goes_down or self.rank == 0):
@@ -276,8 +284,8 @@ class Node:
             if new:
                 self._say(asker, Word.MISSING, number, json.dumps(new).encode())
 
-    def _operation(self, number: int, kind: Kind) -> _Operation:
-        return self._open.setdefault(number, _Operation(kind))
+    def _operation(self, number: int, kind: Kind, by: str) -> _Operation:
+        return self._open.setdefault(number, _Operation(kind, by))
 
     def _say(self, neighbour: int, word: Word, number: int, body: bytes, kind: int = 0) -> None:
         message = Message(word, kind, number, body)

@@ -126,7 +126,11 @@ class TreePeers:
         return lambda: -int(json.loads(self._wait(Kind.LOWEST, number, answer)))
 
     def close(self) -> None:
-        """Leave: what others were told still goes out, and nobody is waited for."""
+        """Leave, once what was sent has gone out; what others do with it is not waited for.
+
+        Children that have not connected yet are given `timeout_s` (10 s at most) to do so where something was sent to
+        them: they receive it, or why the others have failed, instead of finding this rank gone.
+        """
         with self._lock:
             self._is_closing = True
         self._wake_up()
@@ -221,25 +225,28 @@ class TreePeers:
         self._let_go()
 
     def _pass_on(self) -> None:
-        deadline_s: float | None = None
+        closing_since_s: float | None = None
         while True:
             with self._lock:
-                if self._is_closing and deadline_s is None:
-                    deadline_s = time.monotonic() + _FLUSH_S
-                if deadline_s is not None and (self._all_sent() or time.monotonic() > deadline_s):
+                if self._is_closing and closing_since_s is None:
+                    closing_since_s = time.monotonic()
+                if closing_since_s is not None and self._may_leave(time.monotonic() - closing_since_s):
                     break
                 for link in self._links.values():
                     if not link.is_gone and bool(link.out) != link.is_watched:
                         link.is_watched = bool(link.out)
                         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.out else 0)
                         self._poll.modify(link.connection, events, link)
-            for key, events in self._poll.select(1.0 if self._unproven or deadline_s is not None else None):
+            longest_s = 1.0 if self._unproven else None
+            for key, events in self._poll.select(longest_s if closing_since_s is None else 0.1):
                 with self._lock:
                     self._on_event(key, events)
             self._forget_unproven()
 
-    def _all_sent(self) -> bool:
-        return all(link.is_gone or not link.out for link in self._links.values())
+    def _may_leave(self, closing_s: float) -> bool:
+        is_sent = all(link.is_gone or not link.out for link in self._links.values())
+        is_received = not self._node.is_owing() or closing_s > min(_FLUSH_S, self.timeout_s)
+        return (is_sent and is_received) or closing_s > _FLUSH_S
 
     def _on_event(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._awake:
