@@ -75,6 +75,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write down how the tests ended, for the second try of `.ci/run`: make tells no failed test from a broken run."""
+    if not hasattr(session.config, "workerinput") and session.config.pluginmanager.has_plugin("cacheprovider"):
+        session.config.cache.set("phalanx/exit_status", int(exitstatus))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where files are handed out to several processes, those with the most slow tests come first.
