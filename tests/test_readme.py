@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +59,22 @@ def test_the_phalanx_commands_run_in_their_order(tmp_path: Path) -> None:
         assert program == ".venv/bin/phalanx"
         extra = SMALL if "train" in (command, *arguments) else []
         call = [sys.executable, "-m", "phalanx", command, *arguments, *extra]
+        if command == "dashboard":  # it serves until Ctrl-C
+            _serves_until_interrupted([*call, "--port", "0"], tmp_path)
+            continue
         done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip() or done.stderr.strip()
+
+
+def _serves_until_interrupted(call: list[str], folder: Path) -> None:
+    with subprocess.Popen(call, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            with httpx.Client(follow_redirects=True, trust_env=False, timeout=60) as client:
+                assert "window" in client.get(address).text
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
