@@ -1,15 +1,17 @@
-# make train: train a language model on this machine's own Python sources.   make test: run every test.
+# make train: train a language model on this machine's own Python sources.   make test: run the tests.
+# make campaign: run the long cases that make test leaves out (SHARE=6: every sixth).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONFIG ?= configs/python-stdlib.toml
 WORKERS ?= auto
+SHARE ?= 1
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: train test lint format bench clean
+.PHONY: train test campaign lint format bench clean
 
 train: $(RUN)
 	$(VENV)/bin/phalanx train $(CONFIG) $(ARGS)
@@ -17,9 +19,14 @@ train: $(RUN)
 # Tests start Python some hundred times: none of these should compile our sources, not even where the environment keeps
 # Python from writing down what it has compiled (pytest compiles test files itself). How many at a time, and the order of
 # files: see tests/conftest.py.
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(DEV)
 	$(VENV)/bin/python -m compileall -q -j 0 -x /test_ phalanx benchmarks tests
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not campaign" $(ARGS)
+
+campaign: $(DEV)
+	$(PYTEST) -m campaign --campaign-share $(SHARE) $(ARGS)
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check phalanx tests benchmarks

@@ -1,4 +1,4 @@
-"""Runs the tests that `make test` saw fail once more, alone, in one process.
+"""Runs the tests that have failed once more, alone, in one process; its argument: how many runs of pytest there were.
 
 A test that passes this time is flaky: its name is printed, and up to three of them do not fail the run. One that fails
 twice does, and so does anything that is no test's failure.
@@ -34,12 +34,12 @@ def _written(key: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def main() -> int:
+def main(runs: int) -> int:
     """The exit status of the whole run."""
     before = set(_written("cache/lastfailed") or ())
-    ended = _written("phalanx/exit_status")
-    if ended != pytest.ExitCode.TESTS_FAILED:
-        print(f"no second try: pytest did not come to the end of the tests (exit status {ended})", flush=True)
+    ended = _written("phalanx/exit_statuses") or []
+    if len(ended) != runs or not {*ended} <= {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        print(f"no second try: of {runs} runs not all came to their end (exit statuses {ended})", flush=True)
         return 1
     if not 0 < len(before) <= MOST_TRIED:
         print(f"no second try: {len(before)} tests failed, and 1 to {MOST_TRIED} are tried again", flush=True)
@@ -59,4 +59,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

@@ -78,18 +78,36 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write down how the tests ended, for the second try of `.ci/run`: make tells no failed test from a broken run."""
     if not hasattr(session.config, "workerinput") and session.config.pluginmanager.has_plugin("cacheprovider"):
-        session.config.cache.set("phalanx/exit_status", int(exitstatus))
+        cache = session.config.cache
+        cache.set("phalanx/exit_statuses", [*cache.get("phalanx/exit_statuses", []), int(exitstatus)])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Cases that a campaign mark excepts, `campaign(but=("id", …))`, belong to the tests."""
+    mark = item.get_closest_marker("campaign")
+    if mark and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if item.callspec.id in mark.kwargs.get("but", ()):
+            item.own_markers.remove(mark)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What share of the campaign is run."""
+    parser.addoption("--campaign-share", type=int, default=1, metavar="N", help="run every N-th campaign test")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where files are handed out to several processes, those with the most slow tests come first.
+    """Leave out what `--campaign-share` does; files with the most slow tests are handed out first.
 
     By itself pytest-xdist begins with the files that have the most tests, so that the few long ones, with several
     processes each, came last: one core worked for minutes while the others had nothing left to do. The Makefile has it
     leave this order as it is (--no-loadscope-reorder). What a file costs need not be written down for this: a test of
     more than about five seconds is marked as slow anyway.
     """
+    campaign = [item for item in items if item.get_closest_marker("campaign")]
+    left_out = set(campaign) - set(campaign[:: config.getoption("campaign_share")])
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     if not hasattr(config, "workerinput"):  # whoever runs tests by hand sees them in the order that they ask for
         return
     every = Counter(item.path for item in items)

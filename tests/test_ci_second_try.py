@@ -29,6 +29,7 @@ TESTS = """
     def test_broken(number):
         assert False
 
+    @pytest.mark.later
     @pytest.mark.parametrize("number", range({skipped}))
     def test_skipped_later(number):
         if not once(f"skip-{{number}}"):
@@ -46,20 +47,25 @@ TESTS = """
 
     def test_good():
         pass
+
+    @pytest.mark.later
+    def test_good_later():
+        pass
 """
 
 
 def both_tries(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """`make test` in small (with two processes), and then the second try."""
+    """`make test` and `make campaign` in small (with two processes), and then the second try."""
     environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = later\n")
     hooks = ast.parse((Path(__file__).parent / "conftest.py").read_text()).body
     [hook] = [one for one in hooks if isinstance(one, ast.FunctionDef) and one.name == "pytest_sessionfinish"]
     (folder / "conftest.py").write_text(f"import pytest\n{ast.unparse(hook)}\n")
     (folder / "test_it.py").write_text(source)
     first = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "2"]
-    subprocess.run(first, cwd=folder, env=environ, capture_output=True)
-    return subprocess.run([sys.executable, SCRIPT], cwd=folder, env=environ, capture_output=True, text=True)
+    for part in ("not later", "later"):
+        subprocess.run([*first, "-m", part], cwd=folder, env=environ, capture_output=True)
+    return subprocess.run([sys.executable, SCRIPT, "2"], cwd=folder, env=environ, capture_output=True, text=True)
 
 
 def source(flaky: int = 0, broken: int = 0, skipped: int = 0, unsafe: int = 0) -> str:
