@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from run_executor_parts import GUARD_S, make_executor
 
 from phalanx.core.progress import ProgressReader
+from phalanx.launch.launch_messages import Exited, Returned
+from phalanx.launch.rank_failures import Failure
 from phalanx.launch.user_script import Script
-from phalanx.launch.warm_template import Gone, TemplateGoneError
+from phalanx.launch.warm_template import AttemptReport, Gone, TemplateGoneError
 from phalanx.run import messages
 from phalanx.run.executor.workers import Workers, _WorkerRank
 
@@ -46,6 +49,38 @@ def workers_with(report: Callable[[messages.WorkerEnded], object], folder: Path,
     found = Workers(start, Script("s.py"), template, {}, folder, lambda *_: pytest.fail("no log"), Lines(), report)  # type: ignore[arg-type]
     found._ranks[0] = _WorkerRank(0, page, ProgressReader(page), pid=os.getpid())
     return found
+
+
+def raised(time_ns: int, *, follows: bool = False) -> Failure:
+    return Failure(0, time_ns, "raised", 1, "ValueError: wrong", "Traceback", follows)
+
+
+LONG_AGO, LATER = 1, time.monotonic_ns() + 10**15
+
+
+@pytest.mark.parametrize(
+    ("words", "by_us"),
+    [
+        ([raised(LONG_AGO), Exited(0, LATER, -9, is_killed=True)], False),
+        ([Returned(0, 3, time_ns=LONG_AGO), Exited(0, LATER, -9, is_killed=True)], False),
+        ([Returned(0, 0, time_ns=LONG_AGO), Exited(0, LATER, 0)], True),
+        ([raised(LATER), Exited(0, LATER, 1)], True),
+        ([Returned(0, 3, time_ns=LATER), Exited(0, LATER, 3)], True),
+        ([raised(LONG_AGO, follows=True), Exited(0, LATER, 1)], True),
+        ([Exited(0, LATER, 1)], True),
+    ],
+    ids=["raised", "left", "done", "raised-then", "left-then", "followed", "ended"],
+)
+def test_what_went_wrong_before_a_stop_and_is_heard_of_after_it_is_not_by_us(
+    tmp_path: Path, words: Sequence[AttemptReport], by_us: bool
+) -> None:
+    """A rank that raises may close its groups first: peers say that they lost it, and all are stopped for that."""
+    told: list[messages.WorkerEnded] = []
+    workers = workers_with(told.append, tmp_path)
+    workers.note_stop()
+    for word in words:
+        workers.hear(word)
+    assert [one.by_us for one in told] == [by_us]
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 5.0])

@@ -112,7 +112,7 @@ class Executor:
                 # The driver is at this attempt: what is left of lower ones ends, the attempt itself goes on.
                 self.attempt = max(self.attempt, message.attempt)
                 if self.workers is not None and self.workers.attempt < message.attempt:
-                    self.workers.is_stopping = True
+                    self.workers.note_stop()
                 self._commands.put_nowait(lambda: self._end_lower(message.attempt))
             case messages.Prepare():
                 self._commands.put_nowait(lambda: self._prepare(message))
@@ -123,7 +123,7 @@ class Executor:
                 self._queue(message.attempt, "start", lambda: self._start(message))
             case messages.Stop():
                 if self.workers is not None and self.workers.attempt <= message.attempt:
-                    self.workers.is_stopping = True  # from now on, the end of a rank is not a failure
+                    self.workers.note_stop()  # from now on, the end of a rank is not a failure
                     self.workers.hurry(message.grace_s)  # also where an earlier stop is still waiting for them
                 if message.attempt >= self.attempt:
                     self._halted.set()
@@ -306,7 +306,7 @@ class Executor:
         """End the present attempt here; returns the processes that the kernel does not let go of."""
         workers = self.workers
         if workers is not None:
-            workers.is_stopping = True
+            workers.note_stop()
             if grace_s > 0:
                 workers.hurry(grace_s)
                 workers.is_asked = True

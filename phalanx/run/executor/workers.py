@@ -117,9 +117,9 @@ class Workers:
     report: Callable[[messages.WorkerEnded], object]
     store: socket.socket | None = None
     stillness: StillnessWatch = field(default_factory=StillnessWatch)
-    is_stopping: bool = False
     is_asked: bool = False
     kill_at_s: float = math.inf
+    _stopping_since_ns: float = math.inf
     _ranks: dict[int, _WorkerRank] = field(default_factory=dict)
     _cpu: dict[int, psutil.Process] = field(default_factory=dict)
 
@@ -127,6 +127,15 @@ class Workers:
     def attempt(self) -> int:
         """Its number."""
         return self.start.attempt
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether its ranks are being ended."""
+        return self._stopping_since_ns < math.inf
+
+    def note_stop(self) -> None:
+        """Its ranks are being ended: what comes of that is no failure."""
+        self._stopping_since_ns = min(self._stopping_since_ns, time.monotonic_ns())
 
     @property
     def running(self) -> list[int]:
@@ -264,7 +273,9 @@ class Workers:
         if rank.is_reported:
             return
         rank.is_reported = True
-        by_us = self.is_stopping and not is_own  # else a crash during a stop would pass for its consequence
+        # Else a crash during a stop would pass for its consequence, and the cause of a stop too: a rank that raises may
+        # first close its groups; peers say that they lost it, and all are stopped before its own word is here.
+        by_us = self.is_stopping and not is_own and not self._came_before(outcome)
         step = self._where(rank)[1]
         if isinstance(outcome, Returned):
             code = outcome.status if code == 0 else code
@@ -283,6 +294,12 @@ class Workers:
                 self.attempt, rank.rank, code, outcome.kind, summary, text, outcome.follows, by_us, step
             )
         self.report(ended)
+
+    def _came_before(self, outcome: Failure | Returned) -> bool:
+        """Whether a rank had failed, by its own word, before the ranks were being ended."""
+        if isinstance(outcome, Failure) and (outcome.follows or outcome.kind in ("signal", "status")):
+            return False
+        return outcome.status != 0 and outcome.time_ns < self._stopping_since_ns
 
     def _where(self, rank: _WorkerRank) -> tuple[str, int]:
         progress = rank.progress(self.attempt)
