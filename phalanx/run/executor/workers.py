@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import socket
 import statistics
 import time
@@ -23,7 +22,7 @@ from phalanx.detect.hangs.socket_activity import QuietRank, StillnessWatch, quie
 from phalanx.ipc.processes import dump_beside
 from phalanx.launch.cores import local_shares
 from phalanx.launch.launch_messages import Exited, Over, Returned
-from phalanx.launch.rank_failures import Failure, failure_of_exit
+from phalanx.launch.rank_failures import NO_CONSEQUENCE, Failure, failure_of_exit
 from phalanx.launch.rendezvous_store import STORE_RANK, store_spec
 from phalanx.launch.user_script import Group, Places, Script, rank_specs
 from phalanx.launch.warm_template import AttemptReport, Gone, TemplateGoneError, WarmTemplate
@@ -52,9 +51,6 @@ _LAST_LINES = 20
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """A debugger that halts a process is none of these: somebody looks at it."""
-
-_NO_CONSEQUENCE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""By these no rank dies just because its peers are being stopped."""
 
 
 @dataclass
@@ -175,7 +171,7 @@ class Workers:
             rank.is_gone = True
             lines = self.pump.last_lines(rank.rank)
             outcome = rank.outcome or failure_of_exit(rank.rank, message.time_ns, message.code, lines)
-            is_own = not message.is_killed and not self.is_asked and -message.code in _NO_CONSEQUENCE
+            is_own = not message.is_killed and not self.is_asked and -message.code in NO_CONSEQUENCE
             self._report_end(rank, message.code, outcome, is_own)
             return
         rank.outcome = rank.outcome or message
