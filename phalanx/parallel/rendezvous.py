@@ -148,7 +148,7 @@ class Abort:
         self._once = threading.Lock()
 
     def announce(self, error: UserError) -> None:
-        """Write why this rank ends, for all others to read; the first reason stays, and who comes later has heard it."""
+        """Write why this rank ends, for all others to read; the first reason stays, and who comes later hears it."""
         if self._store is None:
             return
         # With its rank, for all may say the same, and only one of them is first.
@@ -169,8 +169,8 @@ class Abort:
         return self._why
 
     def linger(self) -> None:
-        """Serve the store until all others have read why this rank ends, for some seconds at most."""
-        if self._store is None or not (self._is_first and self._serves):
+        """Serve the store until all have read why the ranks end, for some seconds at most."""
+        if self._store is None or not self._serves or not (self._is_first or self._why):
             return
         until_s = time.monotonic() + self._grace_s
         while time.monotonic() < until_s and self._store.add(_HEARD, 0) < self._size - 1:

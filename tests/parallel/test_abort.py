@@ -39,6 +39,20 @@ def test_who_serves_the_store_stays_until_all_have_heard() -> None:
     assert not lingering.is_alive()
 
 
+def test_who_serves_the_store_stays_for_the_words_of_another_too() -> None:
+    store = HashStore()
+    server, other, last = (Abort(store, rank, 3, serves=rank == 0, grace_s=3600.0) for rank in range(3))
+    other.announce(NO_ROOM)
+    assert server.announced() is not None
+    lingering = threading.Thread(target=server.linger, daemon=True)
+    lingering.start()
+    lingering.join(0.2)
+    assert lingering.is_alive(), "one has not heard yet"
+    assert last.announced() is not None
+    lingering.join(60)
+    assert not lingering.is_alive()
+
+
 def test_of_ranks_that_say_the_same_one_is_first_and_has_not_to_wait_for_the_others() -> None:
     """As where rank 0 refuses something for all, and each raises that."""
     store = HashStore()
