@@ -160,7 +160,7 @@ class Workers:
         if isinstance(message, Gone):
             for one in self._ranks.values():
                 one.is_gone = True
-                words = "ended with the template process, which was killed"
+                words = f"ended with the template process, which {message.how}"
                 self._report_end(one, -9, Failure(one.rank, time.monotonic_ns(), "signal", 137, words))
             return
         rank = self._ranks.get(message.rank)
