@@ -183,6 +183,11 @@ class TreeNode:
         if number in self._open:
             self._hear_question(self.rank, number, self._open[number].kind)
 
+    def knows_who_is_missing(self, number: int) -> bool:
+        """Whether some rank is known not to have come, and all neighbours that were asked have answered."""
+        operation = self._open.get(number)
+        return operation is not None and bool(operation.missing) and operation.asked <= operation.answered
+
     def missing(self, number: int) -> str:
         """The ranks that have not come, in words, as far as answers have come since `ask_who_is_missing`."""
         operation = self._open.get(number)

@@ -5,11 +5,12 @@ They are pickled: both ends are processes of one program, over sockets that no o
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,12 @@ class Broken:
 
 @dataclass(frozen=True)
 class Returned:
-    """From a rank: its target returned, or raised SystemExit; `threads` keep its process alive for now."""
+    """From a rank: its target returned, or raised SystemExit, at `time_ns`; `threads` keep its process alive."""
 
     rank: int
     status: int
     threads: tuple[str, ...] = ()
+    time_ns: float = field(default=math.inf, compare=False)  # on the host's monotonic clock
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,15 @@ from phalanx.ipc.stop_request import STOP_SIGNALS, ReceivedSignals
 from phalanx.launch.cores import Share, local_shares, wanted_threads
 from phalanx.launch.environment import Worker, without_worker
 from phalanx.launch.launch_messages import QUIET_IMPORTS, Broken, Exited, RankSpec, Ready, Returned, Send
-from phalanx.launch.rank_failures import Ending, Failure, describe, failure_of_exit, find_culprit, signal_name
+from phalanx.launch.rank_failures import (
+    SETTLE_S,
+    Ending,
+    Failure,
+    describe,
+    failure_of_exit,
+    find_culprit,
+    signal_name,
+)
 
 _BLOCK_BYTES = 1 << 16
 _LAST_LINES = 20
@@ -161,6 +169,7 @@ def launch_local(
     fork: bool = True,
     report: TextIO | None = None,
     on_failure: Callable[[Failure], None] | None = None,
+    settle_s: float = SETTLE_S,
 ) -> int:
     """Run ``target(worker, *arguments)`` in `count` new processes on this host, and wait for them.
 
@@ -180,6 +189,7 @@ def launch_local(
         report: where errors, and the other ranks' lines, are written; None: stderr.
         on_failure: called with the failure for which the other ranks are ended, as soon as they have been asked to, and
             again where it turns out that another one explains it.
+        settle_s: how long the others go on where a rank only says that it has lost a peer, whose word is waited for.
 
     Returns:
         Exit status: 0; the first that a rank returned and is not 0; 2 for a `UserError` of a rank, 1 for another
@@ -200,7 +210,10 @@ def launch_local(
             Share(share.cpus if bind else None, threads or wanted_threads(os.environ) or share.threads)
             for share in local_shares(count)
         ]
-        job = _LocalJob(count, target, arguments, attempt, layout, shares, signals, output, report, store, on_failure)
+        ending = Ending(settle_s)
+        job = _LocalJob(
+            count, target, arguments, attempt, layout, shares, signals, output, report, store, ending, on_failure
+        )
         stack.callback(job.close)
         return job.run(preload, may_fork=fork)
 
@@ -223,9 +236,9 @@ class _LocalJob:
     output: Output
     report: TextIO
     store: socket.socket
+    ending: Ending
     on_failure: Callable[[Failure], None] | None = None
     told: Failure | None = None
-    ending: Ending = field(default_factory=Ending)
     running: set[int] = field(default_factory=set)
     statuses: dict[int, int] = field(default_factory=dict)
     forwarded: set[int] = field(default_factory=set)

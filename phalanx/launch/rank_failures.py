@@ -170,6 +170,9 @@ GRACE_S = 0.9
 
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
+NO_CONSEQUENCE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""By these no rank dies just because its peers are being ended, unless it is sent them."""
+
 
 @dataclass
 class Ending:
@@ -190,7 +193,10 @@ class Ending:
     def fail(self, failure: Failure, now_s: float) -> None:
         """A rank has failed. Its first report counts, and none that came only because the ranks were being ended."""
         reported_ns = math.inf if failure.kind in ("signal", "status") else failure.time_ns
-        late = self._given > 0 and reported_ns * 1e-9 > self._began_s
+        # Peers of one that crashes see its connections closed, and are ended for that, before the system has reaped it.
+        number = failure.status - 128 if failure.kind == "signal" else 0
+        crashed = number in NO_CONSEQUENCE and number not in _SIGNALS[: self._given]
+        late = self._given > 0 and reported_ns * 1e-9 > self._began_s and not crashed
         if late or failure.rank in self.failures:
             return
         self.failures[failure.rank] = failure

@@ -105,7 +105,8 @@ def _status(result: Any) -> int:
 def _returned(rank: int, status: int) -> Returned:
     """With the threads for which `_leave` waits."""
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    return Returned(rank, status, tuple(thread.name for thread in others if not thread.daemon) if status == 0 else ())
+    kept_by = tuple(thread.name for thread in others if not thread.daemon) if status == 0 else ()
+    return Returned(rank, status, kept_by, time.monotonic_ns())
 
 
 def _leave(status: int) -> NoReturn:

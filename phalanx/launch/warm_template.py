@@ -33,6 +33,7 @@ from phalanx.launch.user_script import Script
 from phalanx.launch.warm_cache import WarmCache
 
 _END_S = 5.0
+_LAST_S = 1.0  # after it has hung up; nothing else happens on the loop meanwhile, once in a template's life
 
 
 class TemplateGoneError(Exception):
@@ -66,6 +67,7 @@ class TemplateProcess:
         self._over: dict[int, asyncio.Future[None]] = {}
         self._retired = False
         self.is_gone = False
+        self.how = "was ended"
         self._socket, self._popen = _start(environ, folder)
         self.pid = self._popen.pid
         self._loop.add_reader(self._socket.fileno(), self._read)
@@ -167,10 +169,14 @@ class TemplateProcess:
         self.is_gone = True
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
-        self._popen.kill()
-        code = self._popen.wait()
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit status {code}"
-        self._fail_waiting(TemplateGoneError(f"the template process {how}"))
+        try:
+            # One that fails closes its end before it is gone, and to kill it then would hide how it ended.
+            code = self._popen.wait(_LAST_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            code = self._popen.wait()
+        self.how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit status {code}"
+        self._fail_waiting(TemplateGoneError(f"the template process {self.how}"))
         self._gone(self, attempts)
 
     def _fail_waiting(self, error: TemplateGoneError) -> None:
@@ -251,7 +257,9 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class Gone:
-    """Of an attempt: its template process has ended, and every process of the attempt with it."""
+    """Of an attempt: its template process has ended, which `how` says, and every process of the attempt with it."""
+
+    how: str = "was killed"
 
 
 AttemptReport = Failure | messages.Returned | messages.Exited | Over | Gone
@@ -475,7 +483,7 @@ class WarmTemplate:
     def _lose(self, process: TemplateProcess, attempts: list[int]) -> None:
         for attempt in attempts:
             self._owners.pop(attempt, None)
-            self.hear(attempt, Gone())
+            self.hear(attempt, Gone(process.how))
 
     def _learn(self, attempt: int, message: messages.Learnt) -> None:
         imported = self._imported.setdefault(attempt, [])

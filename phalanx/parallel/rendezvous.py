@@ -148,12 +148,14 @@ class Abort:
         self._once = threading.Lock()
 
     def announce(self, error: UserError) -> None:
-        """Write why this rank ends, for all others to read; the first reason stays."""
+        """Write why this rank ends, for all others to read; the first reason stays, and who comes later hears it."""
         if self._store is None:
             return
-        text = json.dumps([str(error).removesuffix(f"; {error.cure}"), error.cure])
+        # With its rank, for all may say the same, and only one of them is first.
+        text = json.dumps([self._rank, str(error).removesuffix(f"; {error.cure}"), error.cure])
         with suppress(RuntimeError):  # who has served the store may be gone
             self._is_first = self._store.compare_set(_WHY, "", text).decode() == text
+        self.announced()
 
     def announced(self) -> UserError | None:
         """Why another rank has ended, if one has announced it."""
@@ -161,14 +163,14 @@ class Abort:
             return None
         with self._once, suppress(RuntimeError):  # who has served the store may be gone
             if self._why is None and self._store.check([_WHY]):
-                problem, cure = json.loads(self._store.get(_WHY))
+                _, problem, cure = json.loads(self._store.get(_WHY))
                 self._why = UserError(problem, cure=cure)
                 self._store.add(_HEARD, 1)
         return self._why
 
     def linger(self) -> None:
-        """Serve the store until all others have read why this rank ends, for some seconds at most."""
-        if self._store is None or not (self._is_first and self._serves):
+        """Serve the store until all have read why the ranks end, for some seconds at most."""
+        if self._store is None or not self._serves or not (self._is_first or self._why):
             return
         until_s = time.monotonic() + self._grace_s
         while time.monotonic() < until_s and self._store.add(_HEARD, 0) < self._size - 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ _LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller 
 
 def rank_status(worker: Worker, config: RunConfig, config_path: Path, expected: Expected | None = None) -> int:
     """The exit status of a rank that `phalanx train` or another launcher started."""
-    result = run_rank(worker, config, config_path, Console(emoji=False), expected)
+    result = run_rank(worker, config, config_path, Console(emoji=False), expected, leaves=True)
     return exit_status(result.stopped_by)
 
 
@@ -61,15 +62,24 @@ def run_rank(
     console: Console,
     expected: Expected | None = None,
     callbacks: Sequence[Callback] = (),
+    *,
+    leaves: bool = False,
 ) -> TrainResult:
-    """What each of several ranks does: `run_session`, of which rank 0 alone writes, shows and calls back."""
+    """What each of several ranks does: `run_session`, of which rank 0 alone writes, shows and calls back.
+
+    Args:
+        leaves: the process ends with an error that this raises, and keeps its connections until it has said so.
+    """
     if worker.launcher != "phalanx":
         bind_started_elsewhere(worker.local_rank, worker.local_world_size)
     ranks = meet(worker, config.parallel)
+    has_failed = True
     try:
         with ranks.abort.watched(lambda: ranks.is_under_way):
             own = console if worker.rank == 0 else Console(emoji=False, quiet=True)
-            return run_session(config, config_path, own, ranks, expected, callbacks)
+            result = run_session(config, config_path, own, ranks, expected, callbacks)
+        has_failed = False
+        return result
     except UserError as error:
         ranks.abort.announce(error)
         raise
@@ -80,7 +90,12 @@ def run_rank(
             raise
         raise why from error
     finally:
-        ranks.close()
+        # Others see at once that it has closed its connections, and whoever started it ends all for that: its own word,
+        # which leaves with the error, is to be there before.
+        if has_failed and leaves:
+            atexit.register(ranks.close)
+        else:
+            ranks.close()
 
 
 def run_session(

@@ -76,7 +76,7 @@ def train_here(
     if worker is not None:
         check_started(config, worker.world_size)
         with nullcontext() if raises else errors_named(worker, config.parallel.layout):
-            result = load_target(_RANK)(worker, config, config_path, console, expected, callbacks)
+            result = load_target(_RANK)(worker, config, config_path, console, expected, callbacks, leaves=not raises)
     elif wanted_ranks(config) == 1:
         result = load_target(_SESSION)(config, config_path, console, None, expected, callbacks)
     return result

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -189,8 +190,11 @@ def test_a_keeper_that_was_asked_for_does_not_end_under_the_next_job() -> None:
 def test_it_ends_some_time_after_the_last_one_hung_up() -> None:
     with a_host() as address:
         end_keeper(address)
-        ensure_keeper(address, ttl_s=0.5)
-        rank = a_rank(address, PLAN)
+        rank = None
+        while rank is None:  # on a busy machine it may have ended before anybody has come
+            ensure_keeper(address, ttl_s=0.5)
+            with suppress(KeeperLostError):
+                rank = a_rank(address, PLAN)
         write(rank, PLAN, 1)
         rank.wait(1, "committed", GUARD_S)
         with pytest.raises(TimeoutError):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as torch_dcp
 from persist_helpers import Job, areas, collect, persister, problems
 
 from phalanx.checkpoint.format.checkpoint_files import examine
+from phalanx.checkpoint.persist.persister_process import PersisterProcess
 from phalanx.checkpoint.storage.latest import claim, read_latest
 from phalanx.checkpoint.storage.location import open_store
 
@@ -86,6 +88,26 @@ def test_two_hosts_write_one_checkpoint(tmp_path: Path) -> None:
             assert {o.name for o in outcomes if o.published} == {f"step-{step:08d}"}
             job.require(job.latest())
     assert not areas(job.folder)
+
+
+class Undying:
+    """Plays a process that has hung up, as one that raised does, and is not at its end in time."""
+
+    pid = 1
+    returncode: int | None = None
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+    def wait(self, timeout: float) -> None:
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("python", timeout)
+
+
+def test_a_process_that_the_keeper_had_to_kill_is_not_taken_for_one_that_was_killed() -> None:
+    process = PersisterProcess()
+    process._process = Undying()  # type: ignore[assignment]
+    assert process._end() == "had hung up and did not end, so that it was killed by SIGKILL"
 
 
 def test_old_checkpoints_are_pruned(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -148,6 +148,32 @@ def test_the_first_rank_is_named_when_it_says_nothing() -> None:
 
     _, *errors = on_ranks(34, body)
     assert all("these have not come to hear rank 0: rank 0 on node0" in str(error) for error in errors), errors
+
+
+def test_a_neighbour_that_does_not_answer_at_once_is_waited_for_however_short_the_timeout_is() -> None:
+    """Else one whose thread gets no turn on a busy machine would be named for the ranks that it knows to be missing."""
+    waits: list[float] = []
+
+    class Answer(Future[bytes]):
+        """It is there when it is asked for the fourth time."""
+
+        def result(self, timeout: float | None = None) -> bytes:
+            assert timeout is not None
+            waits.append(timeout)
+            if len(waits) < 4:
+                raise TimeoutError
+            return b"the answer"
+
+    board = Board()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: tree(board, rank, 2), range(2))
+    first.timeout_s = 0.3
+    number, _ = first._start(OperationKind.GATHER, 0)
+    with second._lock:  # without which its thread does nothing
+        assert first._wait(OperationKind.GATHER, number, Answer()) == b"the answer"
+    assert waits == [0.3, 0.2, 0.2, 0.2]
+    for peers in (first, second):
+        peers.close()
 
 
 def test_who_never_connects_is_named() -> None:

@@ -100,9 +100,10 @@ class TestEnds:
         thread = threading.Thread(target=lambda: hosts.append(started(corpus, [0], method="exec")))
         thread.start()
         thread.join()
-        with hosts[0] as host, HostLoaderClient(host.address).stream(counts=2) as stream:
-            assert same(next(stream)[0], corpus.batch(0, 2))
-        assert host.close() == 0
+        with hosts[0] as host:
+            with HostLoaderClient(host.address).stream(counts=2) as stream:
+                assert same(next(stream)[0], corpus.batch(0, 2))
+            assert host.close(LIMIT_S) == 0
 
     def test_a_process_with_threads_is_not_forked(self) -> None:
         def body(connection: Connection) -> None:

@@ -85,6 +85,8 @@ class Supervisor:
             until(lambda: any(p.poll() for p in ranks) or all(p.poll() == 0 for p in ranks), "the end of a rank")
             if any(process.poll() for process in ranks):
                 self.note("detected")
+                # Whoever lost its peer may be gone before the one that is to blame has ended.
+                until(lambda: all(p.poll() is not None for p in ranks), "the end of the other rank")
             own = [rank for rank, process in enumerate(ranks) if process.poll()]
             self.end(ranks)
             errors = [process.communicate() for process in ranks]

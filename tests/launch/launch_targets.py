@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -78,6 +80,17 @@ def end_leaving_time(worker: Worker, folder: str, endings: dict[int, Any]) -> An
     return end(worker, endings)
 
 
+def end_in_turn(worker: Worker, folder: str, endings: dict[int, Any]) -> Any:
+    """As `end`, but each when the process of the one before it is gone, and with it what it has said."""
+    note(folder, f"pid-{worker.rank}", os.getpid())
+    if worker.rank in endings and worker.rank > 0:
+        before = f"pid-{worker.rank - 1}"
+        wait_for_files(folder, before, 1)
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(int(Path(folder, before).read_text()))], [], [])
+    return end(worker, endings)
+
+
 def note(folder: str, name: str, value: float) -> None:
     """Write a number so that nobody who sees the file finds it empty."""
     aside = Path(folder, f".{name}")
@@ -107,16 +120,6 @@ def raise_reset(text: str) -> NoReturn:
     raise ConnectionResetError(text)
 
 
-def raise_late(seconds: float) -> NoReturn:
-    time.sleep(seconds)  # later than a peer's error that follows from this one, as network errors come
-    raise ValueError("the one that explains it")
-
-
-def reset_late(seconds: float) -> NoReturn:
-    time.sleep(seconds)  # as after a peer that returned
-    raise ConnectionResetError("by peer")
-
-
 def kill_self(number: int) -> None:
     os.kill(os.getpid(), number)
     wait_for_ever()
@@ -133,8 +136,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "raises": raise_value_error,
     "refuses": raise_user_error,
     "reset": raise_reset,
-    "late": raise_late,
-    "late_reset": reset_late,
     "killed": kill_self,
     "leaves": leave,
 }

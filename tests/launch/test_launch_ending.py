@@ -158,6 +158,28 @@ def test_what_comes_of_being_ended_is_no_failure() -> None:
     assert set(ending.failures) == {0, 3}
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS])
+def test_a_crash_that_is_seen_after_its_followers_were_ended_still_counts(number: signal.Signals) -> None:
+    """The kernel closes its connections at once, and reaps it when its memory and its devices are given back."""
+    ending = Ending(settle_s=0.4, grace_s=0.9)
+    ending.fail(raised(0, 10.0, RuntimeError(CLOSED)), 10.0)
+    assert ending.signal_due(10.4) == signal.SIGTERM
+    ending.fail(failure_of_exit(3, int(10.9e9), -number), 10.9)
+    assert find_culprit(ending.failures.values()).rank == 3
+    assert ending.due_s == pytest.approx(11.3), "the others have no more time for it"
+
+
+def test_an_end_by_what_the_launcher_gave_out_is_no_crash() -> None:
+    ending = Ending(settle_s=0.4, grace_s=0.9)
+    ending.fail(raised(0, 10.0, RuntimeError(CLOSED)), 10.0)
+    ending.signal_due(10.4)
+    ending.fail(failure_of_exit(1, int(10.5e9), -signal.SIGTERM), 10.5)
+    ending.fail(failure_of_exit(2, int(10.5e9), -signal.SIGABRT), 10.5)  # libraries do so where a peer is gone
+    assert ending.signal_due(11.3) == signal.SIGKILL
+    ending.fail(failure_of_exit(3, int(11.4e9), -signal.SIGKILL), 11.4)
+    assert set(ending.failures) == {0}
+
+
 def test_a_ranks_first_word_counts() -> None:
     ending = Ending()
     ending.fail(raised(0, 10.0), 10.0)

@@ -21,6 +21,8 @@ from phalanx.launch.cores import local_shares
 from phalanx.launch.local_ranks import launch_local
 from phalanx.launch.rank_failures import Failure
 
+GUARD_S = 240.0
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 
@@ -116,15 +118,16 @@ def test_a_rank_that_raises_ends_all_that_would_wait_for_ever(tmp_path: Path, fo
     assert lines[-1] == "ValueError: a wrong number"
 
 
-def test_what_followed_is_one_line_above_what_explains_it() -> None:
-    status, report = launch(2, "end", {0: ("reset", "by peer"), 1: ("late", 0.05)})
+def test_what_followed_is_one_line_above_what_explains_it(tmp_path: Path) -> None:
+    endings = {0: ("reset", "by peer"), 1: ("raises", "the one that explains it")}
+    status, report = launch(2, "end_in_turn", str(tmp_path), endings, settle_s=GUARD_S)
     assert status == 1
     assert report.startswith("  rank 0 then: ConnectionResetError: by peer\n")
     assert report.endswith("ValueError: the one that explains it\n")
 
 
-def test_ranks_that_returned_before_the_others_lost_them_are_named() -> None:
-    status, report = launch(3, "end", {0: ("returns", 4), 1: ("late_reset", 0.05)})
+def test_ranks_that_returned_before_the_others_lost_them_are_named(tmp_path: Path) -> None:
+    status, report = launch(3, "end_in_turn", str(tmp_path), {0: ("returns", 4), 1: ("reset", "by peer")})
     assert status == 4
     assert report.startswith("some ranks had returned before the others lost them, with exit status: rank 0: 4\n")
     assert report.endswith("ConnectionResetError: by peer\n")
@@ -147,9 +150,10 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(number: signal.Signals) 
         assert "in kill_self" in report.rpartition("====")[2]  # where it was, from its last lines
 
 
-def test_who_starts_ranks_hears_of_the_one_for_which_the_others_are_ended() -> None:
+def test_who_starts_ranks_hears_of_the_one_for_which_the_others_are_ended(tmp_path: Path) -> None:
     heard: list[Failure] = []
-    launch(2, "end", {0: ("reset", "by peer"), 1: ("killed", int(signal.SIGKILL))}, on_failure=heard.append)
+    endings = {0: ("reset", "by peer"), 1: ("killed", int(signal.SIGKILL))}
+    launch(2, "end_in_turn", str(tmp_path), endings, on_failure=heard.append, settle_s=GUARD_S)
     assert (heard[-1].rank, heard[-1].kind, heard[-1].summary) == (1, "signal", "killed by SIGKILL")
     heard.clear()
     assert launch(2, "end", {0: ("returns", 0), 1: ("returns", 0)}, on_failure=heard.append)[0] == 0 and heard == []

@@ -39,6 +39,42 @@ def test_who_serves_the_store_stays_until_all_have_heard() -> None:
     assert not lingering.is_alive()
 
 
+def test_who_serves_the_store_stays_for_the_words_of_another_too() -> None:
+    store = HashStore()
+    server, other, last = (Abort(store, rank, 3, serves=rank == 0, grace_s=3600.0) for rank in range(3))
+    other.announce(NO_ROOM)
+    assert server.announced() is not None
+    lingering = threading.Thread(target=server.linger, daemon=True)
+    lingering.start()
+    lingering.join(0.2)
+    assert lingering.is_alive(), "one has not heard yet"
+    assert last.announced() is not None
+    lingering.join(60)
+    assert not lingering.is_alive()
+
+
+def test_of_ranks_that_say_the_same_one_is_first_and_has_not_to_wait_for_the_others() -> None:
+    """As where rank 0 refuses something for all, and each raises that."""
+    store = HashStore()
+    abort = [Abort(store, rank, 3, serves=rank == 0, grace_s=3600.0) for rank in range(3)]
+    for one in abort:
+        one.announce(NO_ROOM)
+    assert [one.announced() is None for one in abort] == [True, False, False]
+    lingering = threading.Thread(target=abort[0].linger, daemon=True)
+    lingering.start()
+    lingering.join(60)
+    assert not lingering.is_alive(), "all have heard why, for they say it themselves"
+
+
+def test_a_rank_hears_once_whether_it_reads_or_says_something_of_its_own() -> None:
+    store = HashStore()
+    first, second = Abort(store, 0, 4), Abort(store, 1, 4)
+    first.announce(NO_ROOM)
+    assert second.announced() is not None
+    second.announce(UserError("something else", cure="wait"))
+    assert store.add("abort/heard", 0) == 1, "two more have not heard"
+
+
 def test_a_rank_that_waits_is_ended_and_one_that_is_under_way_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     store, ended, left = HashStore(), threading.Event(), threading.Event()
     monkeypatch.setattr(rendezvous.os, "_exit", lambda status: ended.set())

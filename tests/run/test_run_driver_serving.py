@@ -156,7 +156,9 @@ def test_from_the_first_connection_to_the_end(tmp_path: Path, monkeypatch: pytes
                 await going
                 assert driver.finished is not None and driver.finished.status == 0
                 executors[2].stays = True
-                assert await let_leave(server, "done", within_s=0.5) == ["c"]
+                server.send_all(messages.End("done"))
+                await until(lambda: server.hosts() == ["c"])
+                assert await let_leave(server, "done", within_s=0.1) == ["c"]
                 executors[2].stays = False
                 assert await let_leave(server, "done", within_s=GUARD_S) == []
                 assert executors[0].host.heard[-1] == messages.End("done")

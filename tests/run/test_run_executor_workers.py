@@ -162,7 +162,7 @@ async def killed(host: Host) -> None:
     assert (ended.attempt, ended.code, ended.kind, ended.step, ended.by_us) == (4, -9, "signal", 42, False)
     assert "SIGKILL" in ended.summary and "rank 3 of 4 on group 1 to wait" in ended.text
     assert [state.state for state in host.workers.states()] == ["running", "ended"]
-    host.workers.is_stopping = True
+    host.workers.note_stop()
     await host.template.kill(4)
     await host.until_over(2)
     assert host.ended[2].by_us and host.workers.running == []
@@ -174,7 +174,7 @@ async def killed_by_another(host: Host, attempt: int, *, is_over: bool) -> None:
     started = await host.start(attempt, "wait")
     await host.until_stepped()
     assert host.workers is not None
-    host.workers.is_stopping = True
+    host.workers.note_stop()
     os.kill(started.pids[2], signal.SIGKILL)
     if is_over:
         await host.until_over(2)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import struct
 
 import pytest
 from wire_helpers import (
@@ -14,6 +13,7 @@ from wire_helpers import (
     Heard,
     answering,
     calling,
+    client_frame,
     driving,
     ended,
     executing,
@@ -406,12 +406,6 @@ async def test_heartbeats_that_come_together_are_heard_together_and_before_what_
         told = [MessageDecoder(message_frames.FromDriverFrame).decode(await raw.frame()) for _ in range(5)]
         answers = [m.Acknowledged(1), m.Acknowledged(2), message_frames.Received(1), m.Acknowledged(3)]
         assert told == [m.Welcome(m.VERSION, JOB, 0, 1.0), *answers]
-
-
-def client_frame(message):
-    """A whole masked frame."""
-    content = message_frames.encode(message)
-    return struct.pack(">BBH", 0x82, 0x80 | 126, len(content)) + b"\0\0\0\0" + content
 
 
 @runs

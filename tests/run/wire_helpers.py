@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import struct
 from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -211,6 +212,12 @@ async def proved(
         await raw.frame()
         raw.channel.send(message_frames.encode(hello(host)))
     return given
+
+
+def client_frame(message: Any) -> bytes:
+    """A whole masked frame."""
+    content = message_frames.encode(message)
+    return struct.pack(">BBH", 0x82, 0x80 | 126, len(content)) + b"\0\0\0\0" + content
 
 
 @asynccontextmanager

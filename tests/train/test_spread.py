@@ -200,7 +200,8 @@ def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path) -> None:
     end_ns = time.monotonic_ns()
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
     assert status == 1
-    assert (end_ns - int((tmp_path / "raised_ns").read_text())) * 1e-9 < 2.0
+    # Within 2 s where nothing else runs: the launcher's times are held by test_launch_ending.py.
+    assert (end_ns - int((tmp_path / "raised_ns").read_text())) * 1e-9 < 60.0
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     lines = report.getvalue().splitlines()
     assert lines[-1].startswith("ArithmeticError: rank 1 has come to step 5")

@@ -296,15 +296,20 @@ class PersisterProcess:
             self._connection = None
         if process is None:
             return "was not there"
-        with suppress(subprocess.TimeoutExpired):
+        is_forced = False
+        try:
             process.wait(_DYING_S)  # its own status is worth more than that of the kill
+        except subprocess.TimeoutExpired:
+            is_forced = True
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # stuck in storage that does not answer: the kernel ends it later
             process.wait(_REAP_S)
         status = process.returncode
         if status is None:
             return "does not end"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        # Else people would look for whoever else has killed it: the kernel, for want of memory.
+        return f"had hung up and did not end, so that it {killed}" if is_forced else killed
 
     def _wake(self) -> None:
         """Make `fileno` readable."""

@@ -50,6 +50,9 @@ _log = logging.getLogger(__name__)
 TICK_S = 0.1
 """Time is looked at so often, however many hosts report; when something has been decided, at once."""
 
+_ROUNDS = 3
+"""Of the loop, before time is looked at."""
+
 NO_PROGRESS_AGAIN_S = 60.0
 """A hang is reported again if nothing was decided then."""
 
@@ -152,7 +155,12 @@ class Driver:
         while self.finished is None and self.problem is None:
             changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(self.next_tick_s(), TICK_S))
+                async with asyncio.timeout(min(self.next_tick_s(), TICK_S)):
+                    await changed.wait()
+            # Where this process stood still, what has come meanwhile lies in its sockets, and a loop looks at timers
+            # before them: one round reads it, and another hands heartbeats on.
+            for _ in range(_ROUNDS):
+                await asyncio.sleep(0)
             if self.problem is None:
                 with suppress(JournalError, JournalLostError):  # then there is a `problem`
                     self.tick()

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from phalanx.ipc.codec import TooLargeError
 from phalanx.launch.rendezvous_store import open_store_socket
 from phalanx.launch.user_script import Script
 from phalanx.launch.warm_cache import open_cache
-from phalanx.launch.warm_template import LEARNT, AttemptReport, WarmTemplate
+from phalanx.launch.warm_template import LEARNT, AttemptReport, TemplateGoneError, WarmTemplate
 from phalanx.run import messages
 from phalanx.run.executor.host_monitor import CheckRunner, HostContext, HostMonitor
 from phalanx.run.executor.host_sensors import InterfaceBytes
@@ -111,7 +112,7 @@ class Executor:
                 # The driver is at this attempt: what is left of lower ones ends, the attempt itself goes on.
                 self.attempt = max(self.attempt, message.attempt)
                 if self.workers is not None and self.workers.attempt < message.attempt:
-                    self.workers.is_stopping = True
+                    self.workers.note_stop()
                 self._commands.put_nowait(lambda: self._end_lower(message.attempt))
             case messages.Prepare():
                 self._commands.put_nowait(lambda: self._prepare(message))
@@ -122,7 +123,7 @@ class Executor:
                 self._queue(message.attempt, "start", lambda: self._start(message))
             case messages.Stop():
                 if self.workers is not None and self.workers.attempt <= message.attempt:
-                    self.workers.is_stopping = True  # from now on, the end of a rank is not a failure
+                    self.workers.note_stop()  # from now on, the end of a rank is not a failure
                     self.workers.hurry(message.grace_s)  # also where an earlier stop is still waiting for them
                 if message.attempt >= self.attempt:
                     self._halted.set()
@@ -305,17 +306,20 @@ class Executor:
         """End the present attempt here; returns the processes that the kernel does not let go of."""
         workers = self.workers
         if workers is not None:
-            workers.is_stopping = True
+            workers.note_stop()
             if grace_s > 0:
                 workers.hurry(grace_s)
                 workers.is_asked = True
-                workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
+                with suppress(TemplateGoneError):
+                    workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
                 while workers.running and time.monotonic() < workers.kill_at_s:  # another stop may bring that nearer
                     await asyncio.sleep(0.02)
             try:
                 await asyncio.wait_for(workers.template.kill(workers.attempt), KILL_S)
             except TimeoutError:
                 _log.warning("processes of attempt %d do not end", workers.attempt)
+            except TemplateGoneError:
+                pass  # it died since it was last heard of, and its ranks with it: whoever waits for their end has it
         # Also without workers: what an attempt has left may outlive its ranks.
         killed = await asyncio.to_thread(self.reaper.end_attempt, KILL_S)
         if self._pump is not None:

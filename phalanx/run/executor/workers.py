@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import socket
 import statistics
 import time
@@ -23,7 +22,7 @@ from phalanx.detect.hangs.socket_activity import QuietRank, StillnessWatch, quie
 from phalanx.ipc.processes import dump_beside
 from phalanx.launch.cores import local_shares
 from phalanx.launch.launch_messages import Exited, Over, Returned
-from phalanx.launch.rank_failures import Failure, failure_of_exit
+from phalanx.launch.rank_failures import NO_CONSEQUENCE, Failure, failure_of_exit
 from phalanx.launch.rendezvous_store import STORE_RANK, store_spec
 from phalanx.launch.user_script import Group, Places, Script, rank_specs
 from phalanx.launch.warm_template import AttemptReport, Gone, TemplateGoneError, WarmTemplate
@@ -52,9 +51,6 @@ _LAST_LINES = 20
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """A debugger that halts a process is none of these: somebody looks at it."""
-
-_NO_CONSEQUENCE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""By these no rank dies just because its peers are being stopped."""
 
 
 @dataclass
@@ -117,9 +113,9 @@ class Workers:
     report: Callable[[messages.WorkerEnded], object]
     store: socket.socket | None = None
     stillness: StillnessWatch = field(default_factory=StillnessWatch)
-    is_stopping: bool = False
     is_asked: bool = False
     kill_at_s: float = math.inf
+    _stopping_since_ns: float = math.inf
     _ranks: dict[int, _WorkerRank] = field(default_factory=dict)
     _cpu: dict[int, psutil.Process] = field(default_factory=dict)
 
@@ -127,6 +123,15 @@ class Workers:
     def attempt(self) -> int:
         """Its number."""
         return self.start.attempt
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether its ranks are being ended."""
+        return self._stopping_since_ns < math.inf
+
+    def note_stop(self) -> None:
+        """Its ranks are being ended: what comes of that is no failure."""
+        self._stopping_since_ns = min(self._stopping_since_ns, time.monotonic_ns())
 
     @property
     def running(self) -> list[int]:
@@ -155,7 +160,7 @@ class Workers:
         if isinstance(message, Gone):
             for one in self._ranks.values():
                 one.is_gone = True
-                words = "ended with the template process, which was killed"
+                words = f"ended with the template process, which {message.how}"
                 self._report_end(one, -9, Failure(one.rank, time.monotonic_ns(), "signal", 137, words))
             return
         rank = self._ranks.get(message.rank)
@@ -166,7 +171,7 @@ class Workers:
             rank.is_gone = True
             lines = self.pump.last_lines(rank.rank)
             outcome = rank.outcome or failure_of_exit(rank.rank, message.time_ns, message.code, lines)
-            is_own = not message.is_killed and not self.is_asked and -message.code in _NO_CONSEQUENCE
+            is_own = not message.is_killed and not self.is_asked and -message.code in NO_CONSEQUENCE
             self._report_end(rank, message.code, outcome, is_own)
             return
         rank.outcome = rank.outcome or message
@@ -264,7 +269,9 @@ class Workers:
         if rank.is_reported:
             return
         rank.is_reported = True
-        by_us = self.is_stopping and not is_own  # else a crash during a stop would pass for its consequence
+        # Else a crash during a stop would pass for its consequence, and the cause of a stop too: a rank that raises may
+        # first close its groups; peers say that they lost it, and all are stopped before its own word is here.
+        by_us = self.is_stopping and not is_own and not self._came_before(outcome)
         step = self._where(rank)[1]
         if isinstance(outcome, Returned):
             code = outcome.status if code == 0 else code
@@ -283,6 +290,12 @@ class Workers:
                 self.attempt, rank.rank, code, outcome.kind, summary, text, outcome.follows, by_us, step
             )
         self.report(ended)
+
+    def _came_before(self, outcome: Failure | Returned) -> bool:
+        """Whether a rank had failed, by its own word, before the ranks were being ended."""
+        if isinstance(outcome, Failure) and (outcome.follows or outcome.kind in ("signal", "status")):
+            return False
+        return outcome.status != 0 and outcome.time_ns < self._stopping_since_ns
 
     def _where(self, rank: _WorkerRank) -> tuple[str, int]:
         progress = rank.progress(self.attempt)

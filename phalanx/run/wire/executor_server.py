@@ -430,5 +430,8 @@ class ExecutorServer:
             _log.warning(line, peer.address, named, refusal.reason, and_others(others))
 
     def _sweep_again(self) -> None:
-        self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep_again)
-        self.sweep()  # last, so that nothing that it raises is the end of it
+        loop = asyncio.get_running_loop()
+        self._sweeper = loop.call_later(_SWEEP_S, self._sweep_again)
+        # A round later: where this process stood still, what has come meanwhile lies in its sockets, and a loop looks
+        # at timers before them.
+        loop.call_soon(loop.call_soon, self.sweep)

@@ -174,7 +174,7 @@ def watch(source: IO[bytes]) -> int:
     end: EndSeen | None = None
     while end is None:
         watcher.look()
-        end = orders.wait(EVERY_S) or watcher.end_without_word()
+        end = _heard(orders, watcher, EVERY_S)
     end = _as_its_launcher_has_it(run, end, given["restarts"] + 1)
     # The last lines of its figures may be under way.
     watcher.look()
@@ -185,6 +185,15 @@ def watch(source: IO[bytes]) -> int:
     if server is not None:
         _linger(Path(run.folder), until_s)
     return 0
+
+
+def _heard(orders: _Orders, watcher: Watcher, within_s: float) -> EndSeen | None:
+    """How the run ended, if it does so within so long: by its own word, or without one."""
+    if (end := orders.wait(within_s)) is not None:
+        return end
+    gone = watcher.end_without_word()
+    # It may have spoken, and ended, since the pipe was read: what it said before its end is there by now.
+    return None if gone is None else orders.wait(0.0) or gone
 
 
 def _as_its_launcher_has_it(run: WatchedRun, end: EndSeen, start: int) -> EndSeen:
