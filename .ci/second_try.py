@@ -46,7 +46,10 @@ def main(runs: int) -> int:
         return 1
     print(f"second try, alone, of {len(before)} tests that failed", flush=True)
     outcomes = _Outcomes()
-    pytest.main(["--last-failed", "--last-failed-no-failures=none", "-p", "no:xdist"], plugins=[outcomes])
+    ended = pytest.main(["--last-failed", "--last-failed-no-failures=none"], plugins=[outcomes])
+    if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print(f"the second try did not come to its end (exit status {int(ended)})")
+        return 1
     flaky = sorted(before & outcomes.passed - outcomes.failed)
     twice = sorted(before - set(flaky))
     for name in twice:

@@ -59,12 +59,14 @@ def both_tries(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = later\n")
     hooks = ast.parse((Path(__file__).parent / "conftest.py").read_text()).body
-    [hook] = [one for one in hooks if isinstance(one, ast.FunctionDef) and one.name == "pytest_sessionfinish"]
-    (folder / "conftest.py").write_text(f"import pytest\n{ast.unparse(hook)}\n")
+    names = ("pytest_sessionfinish", "pytest_xdist_auto_num_workers")
+    ours = [ast.unparse(one) for one in hooks if isinstance(one, ast.FunctionDef) and one.name in names]
+    (folder / "conftest.py").write_text("\n".join(["import os", "import pytest", *ours]))
     (folder / "test_it.py").write_text(source)
     first = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "2"]
     for part in ("not later", "later"):
         subprocess.run([*first, "-m", part], cwd=folder, env=environ, capture_output=True)
+    environ["PYTEST_PLUGINS"] = "xdist.plugin"  # as where plugins are found by themselves
     return subprocess.run([sys.executable, SCRIPT, "2"], cwd=folder, env=environ, capture_output=True, text=True)
 
 

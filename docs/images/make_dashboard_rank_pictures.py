@@ -1,6 +1,6 @@
 """Makes the pictures of docs/dashboard_ranks.md: pages of ranks in Debian's Chromium, of runs made up for it.
 
-    PYTHONPATH=benchmarks python docs/images/make_dashboard_rank_pictures.py
+PYTHONPATH=benchmarks python docs/images/make_dashboard_rank_pictures.py
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class PageFrame:
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
+            auto_reload=False,
         )
         self._templates.filters |= {
             "count": _count,

@@ -126,6 +126,16 @@ def waits_for(pid: int, tcp: Container[int], proc: Path = PROC) -> str:
 
 def is_asleep(pid: int, proc: Path = PROC) -> bool:
     """Whether the main thread of a process sleeps for a set time, or reads from a terminal; False: not known, too."""
+    # One that was halted by whoever read its stack has yet to go back to its sleep: one look may find it on its way.
+    for number in range(_WAIT_LOOKS):
+        if number:
+            time.sleep(_WAIT_LOOK_S)
+        if _sleeps_now(pid, proc):
+            return True
+    return False
+
+
+def _sleeps_now(pid: int, proc: Path) -> bool:
     task = proc / str(pid) / "task" / str(pid)
     if (where := read_text(task / "wchan") or "0") != "0":
         return bool(_IN_SLEEP.search(where))
