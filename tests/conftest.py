@@ -85,9 +85,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Cases that a campaign mark excepts, `campaign(but=("id", …))`, belong to the tests."""
     mark = item.get_closest_marker("campaign")
-    if mark and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-        if item.callspec.id in mark.kwargs.get("but", ()):
-            item.own_markers.remove(mark)
+    if mark and item.name.partition("[")[2].removesuffix("]") in mark.kwargs.get("but", ()):
+        item.own_markers.remove(mark)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

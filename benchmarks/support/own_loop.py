@@ -26,6 +26,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -154,8 +155,11 @@ def paused_loop(run: Path, case: str, *, ranks: int = 2, plain: bool = False, st
                 time.sleep(0.05)
             yield
         finally:
+            processes = psutil.process_iter(["cmdline"])
+            writers = [one for one in processes if any(str(run) in word for word in one.info["cmdline"] or ())]
             loop.kill()  # its ranks die with it
             loop.wait()
+            psutil.wait_procs(writers, timeout=60)  # they write down what is left; until then the folder cannot go
 
 
 def _has_paused(run: Path, ranks: int, still_s: float) -> bool:

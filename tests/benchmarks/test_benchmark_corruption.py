@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "detect_corruption.py"
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 
+@pytest.mark.campaign(but=("flips",))
 @pytest.mark.parametrize("part", ["flips", pytest.param("detectors", marks=pytest.mark.slow)])
 def test_a_few_faults_are_found_and_named(part: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"

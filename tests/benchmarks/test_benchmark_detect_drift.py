@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "detect_drift.py"
 
 
+@pytest.mark.campaign
 def test_quick_cases_are_found_and_named(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(SCRIPT), "--quick", "--json", str(out)]

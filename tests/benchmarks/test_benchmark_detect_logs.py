@@ -56,6 +56,7 @@ def test_unseen_messages_have_sources_and_calm_lines_of_their_own() -> None:
     assert all(len(detect_logs.calm_lines(which)) > 10 for which in detect_logs.EACH_ONCE)
 
 
+@pytest.mark.campaign
 def test_the_benchmark_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["detect_logs.py", "--quick", "--json", str(out)])

@@ -141,6 +141,7 @@ def test_each_of_100_flipped_bits_is_seen_and_the_one_before_taken(place: Place)
     examine(store.at(name))
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_each_of_100_flipped_bits_on_a_server_is_seen(s3_place: Place) -> None:
     """Five at a time, since requests take time: one in a file of each of the newest three checkpoints, one in a file

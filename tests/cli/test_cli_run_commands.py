@@ -225,6 +225,7 @@ def test_in_the_foreground_a_signal_stops_the_job_once_and_in_order(place: Place
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_stops_what_runs_in_its_foreground(place: Place) -> None:
     pid, terminal = pty.fork()
@@ -270,6 +271,7 @@ def kill_driver(place: Place, *, alone: bool = False) -> None:
     place.until(lambda: not psutil.pid_exists(driver) or psutil.Process(driver).status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_job_whose_driver_is_dead_can_be_stopped_and_has_ended_then(place: Place) -> None:
     place.begin("--hosts", "2", "--detach").wait(GUARD_S)
@@ -292,6 +294,7 @@ def test_a_job_whose_driver_is_dead_can_be_stopped_and_has_ended_then(place: Pla
     assert "the job before ended with status 5" in place.said()
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_ranks_that_do_not_heed_a_stop_are_killed_after_the_grace_though_the_driver_is_dead(place: Place) -> None:
     (place.path / "wait.py").write_text(SCRIPT.replace("SIGTERM, save", "SIGTERM, signal.SIG_IGN"))
@@ -304,6 +307,7 @@ def test_ranks_that_do_not_heed_a_stop_are_killed_after_the_grace_though_the_dri
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_where_the_driver_is_about_to_be_started_again_the_next_one_stops_the_job(place: Place) -> None:
     place.begin("--detach").wait(GUARD_S)

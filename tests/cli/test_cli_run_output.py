@@ -46,6 +46,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.campaign(but=("raise-1",))
 @pytest.mark.parametrize(("how", "status"), [("return", 0), ("kill", 4), ("raise", 1), ("exit", 1)])
 def test_all_that_ranks_print_is_shown_before_the_end(tmp_path: Path, how: str, status: int) -> None:
     (tmp_path / "prints.py").write_text(SCRIPT)

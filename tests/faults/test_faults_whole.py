@@ -113,6 +113,7 @@ def facts_of_line(line: str, attempt: int) -> list[Fact]:
     return [Fact(float(at_s), "progress", **same), Fact(float(at_s), "loss", **same, loss=loss)]
 
 
+@pytest.mark.campaign
 def test_a_case_from_its_manifest_to_its_score(folders: tuple[Path, Path]) -> None:
     quiet = Supervisor(Job(folders[0], LOOP, "optimizer").prepare())
     quiet.run(1)

@@ -49,6 +49,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 6 * GUARD_S))
 
 
+@pytest.mark.campaign(but=("path",))
 @pytest.mark.parametrize("is_module", [False, True], ids=["path", "module"])
 def test_an_attempt_after_a_kill_repeats_the_run_bit_for_bit(tmp_path: Path, is_module: bool) -> None:
     async def test() -> None:

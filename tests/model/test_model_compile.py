@@ -11,6 +11,7 @@ from phalanx.model.forward_context import DropoutState
 from phalanx.model.recompute import Recompute
 
 
+@pytest.mark.campaign(but=("llama",))
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama", "merged"])
 def test_a_forward_pass_is_one_graph(variant: str) -> None:
@@ -60,6 +61,7 @@ def test_layers_of_a_kind_are_compiled_once_whatever_attends(backend: str, recom
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.campaign(but=("True",))
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True])
 def test_layers_in_8_bits_share_a_kind_and_have_the_numbers_of_eager_ones(held: bool) -> None:

@@ -80,6 +80,7 @@ def test_every_step_is_the_references(case: str, mode: str) -> None:
     check(case, mode)
 
 
+@pytest.mark.campaign(but=("came_b95_clip05.main.f64.npz",))
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in cases() if not c.startswith("adamw")])
 def test_every_compiled_step_is_the_references(case: str) -> None:

@@ -112,6 +112,7 @@ def test_real_processes_compute_what_one_process_computes() -> None:
     assert seen.passes, seen
 
 
+@pytest.mark.campaign(but=("zero 3",))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

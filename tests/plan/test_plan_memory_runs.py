@@ -39,6 +39,7 @@ def test_one_process_is_predicted(name: str) -> None:
     assert_close(named(name), one_process(named(name)))
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_pairs_of_processes_are_predicted() -> None:
     layouts = [named(name) for name in PAIRS]

@@ -26,6 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("results")
 
 
+@pytest.mark.campaign(but=("073-link-cut--host-3", "008-exception-recurring--rank-7"))
 @pytest.mark.parametrize("case", ci_cases(generate(SEED)), ids=lambda case: case.id)
 def test_the_right_thing_is_done(case: Manifest, results: Path) -> None:
     score = run_case(case, results, guard_s=GUARD_S)

@@ -193,6 +193,7 @@ def test_what_all_ranks_raise_ends_the_job_at_once(tmp_path: Path) -> None:
         assert {event.attempt for event in job.events("started")} == {1}
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_script_that_crashes_every_few_seconds_goes_on_as_long_as_its_checkpoints_get_newer(tmp_path: Path) -> None:
     """It numbers no steps and no life is longer than the one before; only what it restores tells how far it is."""

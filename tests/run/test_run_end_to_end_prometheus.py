@@ -141,6 +141,7 @@ def watch(tmp_path: Path, slows: bool) -> None:
             assert not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_policy_that_replaces_faulty_hosts_has_a_spare_take_the_place_of_one_that_lost_its_gpu(
     tmp_path: Path,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.recovery.job import Job
 
 from phalanx.detect.incident_history import read_histories
@@ -101,6 +102,7 @@ def test_a_slow_rank_is_named_once_with_the_host_of_the_job_and_stays_where_it_i
         assert verdicts(slow) == [verdict] and not slow.events("host-gone", "drain-asked", "evict-asked")
 
 
+@pytest.mark.campaign
 def test_a_policy_that_replaces_slow_hosts_has_a_spare_take_its_place(tmp_path: Path) -> None:
     with job(tmp_path, 100_000, 2, "policy.replace_slow=true", spares=1) as slow:
         slow_host, verdict = named_slow(slow)
@@ -113,6 +115,7 @@ def test_a_policy_that_replaces_slow_hosts_has_a_spare_take_its_place(tmp_path: 
         assert verdicts(slow) == [verdict]
 
 
+@pytest.mark.campaign
 def test_of_a_healthy_job_nobody_is_named(tmp_path: Path) -> None:
     with job(tmp_path, 250, -1) as healthy:
         healthy.wait_for(lambda: healthy.commands[-1].poll() is not None, GUARD_S)

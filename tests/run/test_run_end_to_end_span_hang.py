@@ -43,6 +43,7 @@ def said(job: Job, *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, env=job.environment(), timeout=GUARD_S).stdout
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_spans_say_what_the_hung_rank_never_entered_in_the_verdict_of_the_driver(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

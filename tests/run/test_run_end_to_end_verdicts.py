@@ -88,6 +88,7 @@ def test_a_slow_host_is_one_verdict_in_events_status_and_files(slow_job: Job) ->
     assert len(verdicts(slow_job)) == 1 and not slow_job.events("host-gone", "drain-asked", "evict-asked")
 
 
+@pytest.mark.campaign
 def test_a_hang_is_one_verdict_and_its_report_has_the_host(tmp_path: Path) -> None:
     with job(tmp_path, 100_000, -1, STOPPED_S) as hung:
         hung.wait_for(lambda: trains(hung), GUARD_S)
@@ -106,6 +107,7 @@ def test_a_hang_is_one_verdict_and_its_report_has_the_host(tmp_path: Path) -> No
         assert [hosts_of(one) for one in verdicts(hung)] == [{host}]
 
 
+@pytest.mark.campaign
 def test_of_a_healthy_job_there_is_none(tmp_path: Path) -> None:
     with job(tmp_path, 150, -1, "judges.every_s=1.0") as healthy:
         healthy.wait_for(lambda: healthy.commands[-1].poll() is not None, GUARD_S)

@@ -104,6 +104,7 @@ def outward_machine(folder: Path) -> list[str]:
     return within
 
 
+@pytest.mark.campaign(but=("1-2",))
 @pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "per_host"), [(1, 2), (2, 1)])
 def test_nothing_of_a_job_on_one_machine_is_reached_from_another(tmp_path: Path, hosts: int, per_host: int) -> None:

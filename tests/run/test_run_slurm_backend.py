@@ -127,6 +127,7 @@ def test_hosts_are_steps_on_nodes_that_are_ended_replaced_and_not_used_again_whe
     play(story)
 
 
+@pytest.mark.campaign
 def test_who_does_not_obey_is_killed(allocation: str, tmp_path: Path) -> None:
     async def story() -> None:
         told, backend, (pid,) = await begun(tmp_path, allocation, "n1", program=STUBBORN)
@@ -138,6 +139,7 @@ def test_who_does_not_obey_is_killed(allocation: str, tmp_path: Path) -> None:
     play(story)
 
 
+@pytest.mark.campaign
 def test_the_next_driver_takes_over_and_hosts_outlive_their_sruns_only_until_that_is_seen(
     allocation: str, tmp_path: Path
 ) -> None:
@@ -169,6 +171,7 @@ def test_the_next_driver_takes_over_and_hosts_outlive_their_sruns_only_until_tha
     play(story)
 
 
+@pytest.mark.campaign
 def test_a_node_that_slurm_takes_out_of_the_job_is_gone_and_another_is_used(
     cluster: Cluster, allocation: str, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_submitted_job_survives_a_rank_and_a_node(cluster: Cluster, tmp_path: 
     cluster.until(lambda: set(cluster.states().values()) == {"idle"})
 
 
+@pytest.mark.campaign
 def test_a_job_whose_time_is_short_saves_is_queued_again_and_goes_on_without_the_evicted_node(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_job_whose_time_is_short_saves_is_queued_again_and_goes_on_without_the
         until_none_is_left(job)
 
 
+@pytest.mark.campaign
 def test_two_jobs_in_one_allocation_do_not_disturb_each_other(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("salloc", "--no-shell", "--no-kill", "-N2", "--time=30", "--job-name=both")
     inside = {

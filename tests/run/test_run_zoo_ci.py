@@ -53,11 +53,13 @@ HANGS_HERE = [case for case in HANGS if case.name in CI_HANGS]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """All of them side by side, by their names: so each runs on a busy machine, and none waits for another's hang."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """Those that are asked for, side by side: so each runs on a busy machine, and none waits for another's hang."""
     folder = tmp_path_factory.mktemp("zoo")
     options = read_options(["--at-once", str(AT_ONCE), "--folder", str(folder / "results")])
-    cases = [*HANGS_HERE, *(case for case in HEALTHY_HERE if not case.missing()), FAILS]
+    wanted = {item.callspec.params["case"].name for item in request.session.items if is_case(item)}
+    every = [*HANGS_HERE, *(case for case in HEALTHY_HERE if not case.missing())]
+    cases = [*(case for case in every if case.name in wanted), FAILS]
     try:
         campaign = Campaign(options, folder, [])
         campaign.run_each(sorted(cases, key=lambda case: case.name != "deadlock"))  # the longest one first
@@ -68,6 +70,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
             os.kill(pid, signal.SIGKILL)
 
 
+def is_case(item: pytest.Item) -> bool:
+    return item.path == Path(__file__) and "case" in getattr(getattr(item, "callspec", None), "params", {})
+
+
+@pytest.mark.campaign(but=("svd",))
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HEALTHY_HERE, ids=lambda case: case.name)
 def test_a_healthy_script_is_left_alone(case: Healthy, results: dict[str, Result]) -> None:
@@ -80,6 +87,7 @@ def test_a_healthy_script_is_left_alone(case: Healthy, results: dict[str, Result
         assert result.pause_s > 5, "the pause was not seen, so nothing was tried"
 
 
+@pytest.mark.campaign(but=("killed",))
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HANGS_HERE, ids=lambda case: case.name)
 def test_a_hang_is_found_and_the_guilty_rank_named(case: Hang, results: dict[str, Result]) -> None:
@@ -89,11 +97,13 @@ def test_a_hang_is_found_and_the_guilty_rank_named(case: Hang, results: dict[str
     assert result.verdict_s is not None and 0 <= result.verdict_s < case.within_s
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_script_that_fails_by_itself_is_not_taken_for_a_false_alarm(results: dict[str, Result]) -> None:
     assert results["fails"].outcome == "broken"
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_campaign_that_is_killed_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
     results, words = tmp_path / "results", ["--only", "single", "--minutes", "0.05", "--at-once", "1"]

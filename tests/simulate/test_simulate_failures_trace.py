@@ -125,6 +125,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.campaign(but=("384+16",))
 @has_year
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -198,6 +198,7 @@ def test_when_all_are_killed_storage_has_it(runner: Runner) -> None:
         assert compare(run, straight) == []
 
 
+@pytest.mark.campaign
 def test_two_ranks_of_which_one_is_killed(runner: Runner) -> None:
     straight = runner.straight(2)
     with runner.kept(runner.run("two", IN_MEMORY | {"parallel.replicate": 2})) as run:

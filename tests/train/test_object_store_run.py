@@ -136,6 +136,7 @@ def test_killed_with_its_keeper_while_it_uploads_it_goes_on_from_what_is_durable
         assert not [key for key in everything(runner, url) if key.startswith(second)], "what the killed writer left"
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_server_that_fails_to_give_the_latest_ends_the_start_and_not_the_checkpoint(
     runner: StoredRunner, url: str
@@ -165,6 +166,7 @@ def test_a_server_that_fails_to_give_the_latest_ends_the_start_and_not_the_check
         assert f"going on from {url}/{latest.name}" in run.log.read_text()
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_credentials_that_are_withdrawn_cost_checkpoints_and_nothing_else(runner: StoredRunner, url: str) -> None:
     """Until the end, when it is told; what lies in memory then is taken up by the next start."""

@@ -42,6 +42,7 @@ def recorded(folder: Path, commands: Commands, changes: dict[str, Any], run: str
     return folder / run
 
 
+@pytest.mark.campaign(but=("pipeline and tensor",))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_and_exposed_communication_add_up_to_the_step(tmp_path: Path, commands: Commands, layout: str) -> None:
     changes = LAYOUTS[layout]

@@ -70,6 +70,7 @@ def test_runs_go_on_in_layouts_of_other_axes_and_sizes(tmp_path: Path) -> None:
     assert all(pair.passes for pair in found), found
 
 
+@pytest.mark.campaign(but=("16-pairs1",))
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "pairs"), [(8, FEWER_BITS), (16, FEWER_BITS[-1:])])
 def test_moments_of_fewer_bits_move_too(
@@ -85,6 +86,7 @@ def test_moments_of_fewer_bits_move_too(
     assert kinds == {torch.uint8 if bits == 8 else torch.bfloat16}
 
 
+@pytest.mark.campaign(but=("lamb",))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "came"])
 def test_state_of_rows_and_columns_moves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -126,6 +126,7 @@ def test_four_ranks_have_the_figures_of_one(single: Path, four: Path) -> None:
     assert [entry["step"] for entry in entries(four)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_two_stages_have_the_figures_of_one(folder: Path, single: Path, commands: Commands) -> None:
     result = spread(folder, commands, TWO, "two")
@@ -211,6 +212,7 @@ def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path) -> None:
     assert "\n".join(lines[mark:]).count("Traceback") == 1
 
 
+@pytest.mark.campaign(but=("1-0",))
 @pytest.mark.slow
 @pytest.mark.parametrize(("culprit", "stuck"), [(0, None), (1, 0)])
 def test_out_of_memory_on_one_rank_ends_all_with_its_words(tmp_path: Path, culprit: int, stuck: int | None) -> None:
@@ -281,6 +283,7 @@ def test_impossible_layouts_are_refused_before_anything_is_started(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(folder: Path, four: Path) -> None:
     (folder / "tiny.toml").write_text("")

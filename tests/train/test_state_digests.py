@@ -75,6 +75,7 @@ def test_a_flipped_bit_names_its_rank_and_stops_the_run(tmp_path: Path, name: st
     assert not list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
+@pytest.mark.campaign
 def test_the_next_start_goes_on_from_before_and_ends_as_a_healthy_run(tmp_path: Path) -> None:
     changes = {"parallel.replicate": 3, "checkpoint.every_steps": 2, "telemetry.digests_every": 3}
     assert trained(tmp_path, changes, 1, 3, "model.embedding") == 1
@@ -126,6 +127,7 @@ def test_ranks_that_do_not_compute_alike_go_on(tmp_path: Path, capfd: Any, monke
     assert not judge_run(tmp_path / "run").blamed_ranks and not suspect_spans(tmp_path / "run")
 
 
+@pytest.mark.campaign(but=("pipeline",))
 @pytest.mark.parametrize(
     "changes",
     [

@@ -92,6 +92,7 @@ def require_same(run: TinyRun, straight: TinyRun) -> None:
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
 
 
+@pytest.mark.campaign(but=("shard and tensor",))
 @pytest.mark.parametrize(
     ("ranks", "changes", "lost"),
     [
@@ -178,6 +179,7 @@ def damage_replicas(cluster: Cluster, host: int, steps: list[int]) -> int:
     return len(hit)
 
 
+@pytest.mark.campaign
 def test_a_keeper_dies_and_replicas_go_to_the_new_one(start: Start, straight: Callable[..., TinyRun]) -> None:
     cluster = start([1, 1], SHARD | STEADY, steps=ENDLESS)
     cluster.kill_keeper(0)
@@ -200,6 +202,7 @@ def _newest_replica(cluster: Cluster, host: int) -> int:
     return max((record.step for record, is_replica in cluster.held(host) if is_replica), default=0)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_rack_is_lost(start: Start, straight: Callable[..., TinyRun]) -> None:
     """Two of three hosts share a rack, so both keep their replicas on the third."""

@@ -149,6 +149,7 @@ def _slow_from_60(run: Run, step: int, loss: Any) -> Any:
     return loss
 
 
+@pytest.mark.campaign(but=("_spikes_from_100-changes1-loss_spike-usually",))
 @pytest.mark.parametrize(
     ("fault", "changes", "kind", "said"),
     [
