@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import click._textwrap  # noqa: F401  what errors are wrapped with; the other user may not be able to import it later
 import pytest
 from dashboard_helpers import client_of
 from trace_runs import four_ranks, write_run
