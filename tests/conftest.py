@@ -82,11 +82,23 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         cache.set("phalanx/exit_statuses", [*cache.get("phalanx/exit_statuses", []), int(exitstatus)])
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Cases that a campaign mark excepts, `campaign(but=("id", …))`, belong to the tests."""
-    mark = item.get_closest_marker("campaign")
-    if mark and item.name.partition("[")[2].removesuffix("]") in mark.kwargs.get("but", ()):
-        item.own_markers.remove(mark)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> Generator[None, object, object]:
+    """Cases that a campaign mark excepts, `campaign(but=("id", …))`, belong to the tests.
+
+    A misspelt id is an error: its case would leave the tests without a word.
+    """
+    made = yield
+    cases = [item for item in made if isinstance(item, pytest.Function)] if isinstance(made, list) else []
+    mark = cases[0].get_closest_marker("campaign") if cases else None
+    if mark and not cases[0].name.endswith("[NOTSET]"):  # nor are there cases where the data they come from is not
+        by_id = {item.name.partition("[")[2].removesuffix("]"): item for item in cases}
+        excepted = mark.kwargs.get("but", ())
+        if unknown := set(excepted) - by_id.keys():
+            raise collector.CollectError(f"{name}: campaign(but=…): no case has the id {sorted(unknown)}")
+        for case in excepted:
+            by_id[case].own_markers.remove(mark)
+    return made
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -167,6 +167,7 @@ def test_a_neighbour_that_does_not_answer_at_once_is_waited_for_however_short_th
     board = Board()
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: tree(board, rank, 2), range(2))
+        list(pool.map(TreePeers.barrier, (first, second)))  # else rank 1 may not have connected when it is asked
     first.timeout_s = 0.3
     number, _ = first._start(OperationKind.GATHER, 0)
     with second._lock:  # without which its thread does nothing

@@ -14,7 +14,7 @@ from .helpers import give_gradients, parameters
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.campaign(but=("adamw",))
+@pytest.mark.campaign(but=("came",))
 @pytest.mark.parametrize("kind", ["lamb", "came"])
 def test_compiled_is_eager_and_compiles_once(kind: str) -> None:
     torch.compiler.reset()
