@@ -26,13 +26,12 @@ from phalanx.core.files import write_json
 from phalanx.ipc.processes import Identity, identity_of
 from phalanx.run.backends.backend import submit_job
 from phalanx.run.config import RunConfig, load_job
-from phalanx.run.drive.main import drive, refuse
-from phalanx.run.driver.job_status import is_over
+from phalanx.run.drive.refusals import refuse
 from phalanx.run.flags import read_flags
 from phalanx.run.job_folder import SUPERVISOR, Card, life, read_card, set_aside
-from phalanx.run.reports.job_watch import training_alerts
 from phalanx.run.reports.live_view import show
 from phalanx.run.reports.terminal_text import Ranks
+from phalanx.run.reports.training_settings import training_alerts
 from phalanx.run.secrets import ensure_token
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
 from phalanx.telemetry.alerts.alert_config import AlertsConfig
@@ -124,6 +123,8 @@ def drive_here(arguments: tuple[str, ...]) -> None:
 
 
 def _drive(given: _Given) -> int:
+    from phalanx.run.drive.main import drive  # SQLAlchemy and FastAPI: who supervises does without them
+
     folder = given.config.run_folder
     return drive(given.config, lambda source: show(source, _console(), ranks=given.ranks, folder=folder))
 
@@ -202,6 +203,8 @@ def _see_room(given: _Given) -> Card | None:
 
 def _is_new(given: _Given, card: Card) -> bool:
     """Whether this begins a job, and does not take over the one whose card this is."""
+    from phalanx.run.driver.job_status import is_over  # SQLAlchemy
+
     return given.is_fresh or is_over(given.folder, card)
 
 

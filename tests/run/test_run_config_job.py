@@ -18,7 +18,7 @@ from phalanx.core.errors import UserError
 from phalanx.run.config import JobFile, PolicyConfig, RunConfig, load_job, toml_value, workers_on
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.drive.main import executor_command
-from phalanx.run.executor.main import ExecutorSettings
+from phalanx.run.executor.executor_settings import ExecutorSettings
 from phalanx.run.secrets import TlsFiles
 
 SCRIPT = "run.script=train.py"

@@ -17,8 +17,9 @@ from phalanx.run.config import RunConfig
 from phalanx.run.decide.actions import Finish, KeepDetection
 from phalanx.run.incidents.incident_pages import store
 from phalanx.run.incidents.report import Incident, Seen
-from phalanx.run.reports.job_watch import JobWatch, training_alerts, training_folder
+from phalanx.run.reports.job_watch import JobWatch
 from phalanx.run.reports.recent_events import IncidentView, Overview
+from phalanx.run.reports.training_settings import training_alerts, training_folder
 from phalanx.telemetry.alerts.alert_rules import DiskSeen
 
 

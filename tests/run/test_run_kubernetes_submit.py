@@ -27,7 +27,7 @@ from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions
 from phalanx.run.backends.kubernetes.kubernetes_submit import make_all
 from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE, base_name, executors, for_driver, host_name
 from phalanx.run.config import RunConfig, load_job
-from phalanx.run.executor.main import ExecutorSettings
+from phalanx.run.executor.executor_settings import ExecutorSettings
 
 OPTIONS = {"image": "registry/train:1", "tls_secret": "tls", "namespace": "ml", "claim": "runs"}
 FULL = {

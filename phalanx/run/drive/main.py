@@ -1,4 +1,4 @@
-"""The driver's process: everything joined for one job, and what of a job is refused before anything is made of it."""
+"""The driver's process: everything joined for one job."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from phalanx.core.asyncio_tasks import report_failure
 from phalanx.core.errors import UserError
 from phalanx.core.rate_limit import LogThrottle
-from phalanx.core.units import size
 from phalanx.detect.logs.log_rules import Matcher, load_rules
 from phalanx.run import messages
 from phalanx.run.api.app import serve_job
 from phalanx.run.api.job import known
-from phalanx.run.backends.backend import Backend, BackendSetup, Movable, check_backend, make_backend, settle
+from phalanx.run.backends.backend import Backend, BackendSetup, Movable, make_backend, settle
 from phalanx.run.clock import read_clocks, unix_s
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.decide.actions import Finish
@@ -38,20 +34,20 @@ from phalanx.run.driver.backend_orders import BackendOrders
 from phalanx.run.driver.driver import Driver, WatchSettings
 from phalanx.run.driver.job_status import overview
 from phalanx.run.driver.judgements import PeersConfig, class_of, suspects_named
-from phalanx.run.driver.machine_watch import check_source
 from phalanx.run.driver.run_judges import RunJudges
 from phalanx.run.driver.write_ahead import Book, aside_of
 from phalanx.run.executor.accelerator_probe import Accelerators
-from phalanx.run.executor.main import ExecutorSettings
+from phalanx.run.executor.executor_settings import ExecutorSettings
 from phalanx.run.journal import Journal, JournalError, open_journal
-from phalanx.run.reports.job_watch import JobWatch, training_folder
+from phalanx.run.reports.job_watch import JobWatch
 from phalanx.run.reports.recent_events import SHOWN_HOSTS, Hub, Item, Overview, Source
-from phalanx.run.reports.webhook import Audience, check_url, secrets_among
+from phalanx.run.reports.training_settings import training_folder
+from phalanx.run.reports.webhook import Audience, secrets_among
 from phalanx.run.secrets import Token, ensure_token, server_context, without_tokens
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN
 from phalanx.run.wire.driver_address import publish
 from phalanx.run.wire.executor_server import ExecutorServer
-from phalanx.telemetry.alerts.alert_receivers import addresses_of, receivers_of
+from phalanx.telemetry.alerts.alert_receivers import addresses_of
 
 _log = logging.getLogger(__name__)
 
@@ -179,72 +175,6 @@ async def told_to(hub: Hub) -> AsyncIterator[None]:
         yield
     finally:
         root.removeHandler(troubles)
-
-
-_RANK_BYTES = 8 << 20
-"""What a process of Python takes at least."""
-
-
-def refuse(config: RunConfig) -> None:
-    """See that the driver, which finds all of this too, would find nothing wrong.
-
-    Raises:
-        UserError: something is.
-    """
-    if config.backend == "local":
-        _see_script(config)
-    check_backend(config)
-    load_rules([Path(rule) for rule in config.rules])
-    if config.tls.files is not None:
-        server_context(config.tls.files)
-    if config.webhook:
-        check_url(config.webhook)
-    receivers_of(config.alerts, os.environ)
-    if config.judges.prometheus.url:
-        check_source(config.judges.prometheus)
-    if config.backend == "local":
-        _see_ranks(config)
-    if "://" in config.journal:
-        from phalanx.run.journal.journal_tables import place_for  # SQLAlchemy is slow to import
-
-        place_for(config.journal, config.job_name, os.environ)
-
-
-def _see_script(config: RunConfig) -> None:
-    """The hosts are this machine, so the script has to be there."""
-    folder = Path(config.working_folder or ".")
-    if not folder.is_dir():
-        cure = "give a folder that is there"
-        raise UserError("is no folder", cure=cure, field="run.working_folder", value=config.working_folder)
-    path = folder / config.script
-    if not config.module:
-        if not path.is_file():
-            cure = "give the path of a Python script, or a module with -m"
-            problem = "is a folder" if path.is_dir() else "there is no such file"
-            raise UserError(problem, cure=cure, field="script", value=config.script)
-        return
-    # A module can be found, as far as its first part goes: to look for the rest imports that.
-    name = config.script.partition(".")[0]
-    paths = config.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
-    # Absolute, since what Python has found in "." it remembers for every working folder.
-    folders = [str(Path(path).absolute()) for path in (str(folder), *filter(None, paths))]
-    if PathFinder.find_spec(name, folders) is None and find_spec(name) is None:
-        cure = "give a module that this Python finds from the working folder, or the path of a script without -m"
-        raise UserError("there is no such module", cure=cure, field="script", value=config.script)
-
-
-def _see_ranks(config: RunConfig) -> None:
-    """The machine has room for all ranks, and the GPUs that are asked for."""
-    setting = config.workers_per_host
-    if not isinstance(setting, int):
-        workers_on(setting, 1, len(Accelerators().read()) if setting == "gpu" else 0)
-        return
-    least_bytes = config.hosts * setting * _RANK_BYTES
-    if least_bytes > (total_bytes := psutil.virtual_memory().total):
-        ranks, least, total = f"{config.hosts * setting:,} ranks", size(least_bytes), size(total_bytes)
-        cure = "give fewer, or cpu for one on each core"
-        problem = f"{ranks} take {least} and more, and this machine has {total}"
-        raise UserError(problem, cure=cure, field="run.workers_per_host", value=setting)
 
 
 _LEAST_FILES = 65_536

@@ -21,11 +21,11 @@ from phalanx.run import messages
 from phalanx.run.clock import unix_s
 from phalanx.run.executor.accelerator_probe import Accelerators
 from phalanx.run.executor.executor import Executor
+from phalanx.run.executor.executor_settings import ExecutorSettings
 from phalanx.run.executor.host_monitor import HostContext, HostMonitor
 from phalanx.run.executor.kernel_log import KernelLog, open_sources
 from phalanx.run.executor.page_folder import page_folder
 from phalanx.run.executor.reaper import Reaper, choose_containment, run_guarded
-from phalanx.run.logs.log_files import KEPT_BYTES, SEGMENT_BYTES
 from phalanx.run.secrets import TlsFiles, client_context, read_token, without_tokens
 from phalanx.run.wire.driver_address import address_towards, parse, published
 from phalanx.run.wire.driver_link import DriverLink, ReplacedError
@@ -35,46 +35,6 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 5.0
 
 _MOST_GRACE_S = 3600.0  # for ranks that are asked to end by SIGINT, where no SIGTERM follows
-
-
-class ExecutorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an executor is started with; nothing in it is secret.
-
-    Attributes:
-        driver: file in which the driver says where it listens.
-        token: file with the job's token.
-        address: where workers of other hosts reach this one; ``auto``: from where this one reaches the driver.
-        rack: what it may fail together with; empty: from PHALANX_RACK, else SLURM_TOPOLOGY_ADDR.
-        segment_bytes, kept_bytes: of a rank's log files: of one, and of all.
-        checkpoints: where checkpoints go, an absolute path or a URL; empty: not known.
-        hosts: that take part; 0: not known. The ranks of a single one meet where no other host comes.
-        is_only_host: the job has no other machine.
-        driver_lost_s: how long it waits for a driver when nothing runs here.
-        uses_tls: to the driver.
-        authority: file with certificates that the driver's has to be signed by; empty: those of the system.
-        certificate, key: files with what this side shows; empty: nothing.
-    """
-
-    job: str
-    host: str
-    folder: str
-    driver: str
-    token: str
-    logs: str
-    address: str = "127.0.0.1"
-    rack: str = ""
-    segment_bytes: int = SEGMENT_BYTES
-    kept_bytes: int = KEPT_BYTES
-    rules: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    checkpoints: str = ""
-    hosts: int = 0
-    is_only_host: bool = False
-    driver_lost_s: float = 3600.0
-    uses_tls: bool = False
-    authority: str = ""
-    certificate: str = ""
-    key: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -29,10 +29,12 @@ from phalanx.run.incidents import report
 from phalanx.run.incidents.detections_file import DetectionsFile
 from phalanx.run.incidents.incident_pages import beside, load, store
 from phalanx.run.incidents.report import AnyFact, Incident, IncidentAction, Scrub
-from phalanx.run.journal import Entry
 from phalanx.run.logs.log_lines import strip_ansi
 from phalanx.run.messages import Evidence, WorkerEnded
 from phalanx.run.secrets import Token, scrub_text
+
+if TYPE_CHECKING:  # SQLAlchemy, which who only refuses or supervises a job does without
+    from phalanx.run.journal import Entry
 
 MOST_FILES = 24
 """Beside one page."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import threading
 import time
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +19,9 @@ from phalanx.core.errors import UserError
 from phalanx.detect.detection import named
 from phalanx.run.config import RunConfig
 from phalanx.run.decide.actions import STOPPED, TIME_SHORT, Finish, KeepDetection
-from phalanx.run.flags import Training
 from phalanx.run.incidents.incident_pages import load
 from phalanx.run.reports.recent_events import Overview
+from phalanx.run.reports.training_settings import training_folder
 from phalanx.telemetry.alerts.alert_config import Kind
 from phalanx.telemetry.alerts.alert_rules import CLEAR, CheckpointSeen, DiskSeen, EndSeen, Seen, Verdict
 from phalanx.telemetry.alerts.metrics_history import MetricsHistory
@@ -216,28 +215,3 @@ def _end(finish: Finish) -> EndSeen:
         return EndSeen("finished", "")
     is_asked = finish.status in (STOPPED, TIME_SHORT) or finish.status > _SIGNAL
     return EndSeen("stopped" if is_asked else "failed", finish.reason)
-
-
-def training_folder(config: RunConfig, job: Path) -> Path | None:
-    """The run folder of the `phalanx train` that a job runs, as seen from here; None: it runs something else."""
-    training = config.training
-    if training is None:
-        return None
-    base = Path(config.working_folder or ".").absolute()
-    named = training.folder or str(_table(base, training, "run").get("folder", ""))
-    return base / named if named else job
-
-
-def training_alerts(config: RunConfig) -> dict[str, Any]:
-    """``[alerts]`` that a training is started with, by its config file and its words; empty: there is none."""
-    training = config.training
-    if training is None:
-        return {}
-    return _table(Path(config.working_folder or "."), training, "alerts") | dict(training.alerts)
-
-
-def _table(base: Path, training: Training, name: str) -> dict[str, Any]:
-    with suppress(OSError, ValueError, AttributeError, RecursionError):  # which the training will report
-        found = tomllib.loads((base / training.config).read_text(encoding="utf-8")).get(name, {})
-        return found if isinstance(found, dict) else {}
-    return {}

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,11 +22,13 @@ from phalanx.run.clock import Now
 from phalanx.run.decide.actions import Action, Finish
 from phalanx.run.incidents.evidence_files import ReportKeeper, earlier_decisions
 from phalanx.run.incidents.report import Incident
-from phalanx.run.journal import Entry
 from phalanx.run.messages import Evidence, LogLine, WorkerEnded
 from phalanx.run.reports.recent_events import Hub
 from phalanx.run.secrets import Token, is_secret_name
 from phalanx.telemetry.alerts.alert_receivers import PAUSES_S, TIMEOUT_S, Outbox, PostedTo
+
+if TYPE_CHECKING:  # SQLAlchemy, which who only refuses or supervises a job does without
+    from phalanx.run.journal import Entry
 
 _log = logging.getLogger(__name__)
 
