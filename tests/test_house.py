@@ -11,6 +11,7 @@ import functools
 import statistics
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,9 +24,29 @@ SAME_ROLE = {"config", "main", "__main__"}
 """Stems that mean the same in every room: settings, and where a process begins."""
 
 
-def tree(path: Path) -> ast.Module:
-    """Parsed when a test asks: every process that collects tests imports this file, few run its tests."""
-    return ast.parse(path.read_text())
+class Facts(NamedTuple):
+    """Of a file: lines of its functions, lines with a console that writes emojis, and what its import imports."""
+
+    functions: list[int]
+    consoles: list[int]
+    imported: set[str]
+
+
+@functools.cache
+def facts(path: Path) -> Facts:
+    """Read when a test asks: every process that collects tests imports this file, few run its tests."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    consoles = [
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Console"
+        and "emoji=False" not in map(ast.unparse, node.keywords)
+    ]
+    return Facts([(node.end_lineno or 0) - node.lineno + 1 for node in functions], consoles, imported(tree))
 
 
 def test_files_hold_one_concept_each() -> None:
@@ -35,12 +56,7 @@ def test_files_hold_one_concept_each() -> None:
 
 
 def test_functions_can_be_read_without_scrolling() -> None:
-    functions = [
-        (node.end_lineno or 0) - node.lineno + 1
-        for path in FILES
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    functions = [lines for path in FILES for lines in facts(path).functions]
     assert statistics.quantiles(functions, n=20)[-1] <= 60
 
 
@@ -49,10 +65,10 @@ def test_no_two_modules_share_a_name_that_means_two_things() -> None:
     assert not [stem for stem, count in stems.items() if count > 1 and stem not in SAME_ROLE]
 
 
-def imports(module: str) -> set[str]:
-    """Modules of ours that `module` imports when it is imported itself."""
+def imported(tree: ast.Module) -> set[str]:
+    """Modules that are imported when this one is imported itself."""
     found: set[str] = set()
-    waiting: list[ast.AST] = [tree(MODULES[module])]
+    waiting: list[ast.AST] = [tree]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -64,7 +80,12 @@ def imports(module: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
             waiting.append(node)
-    return (found & MODULES.keys()) - {module}
+    return found
+
+
+def imports(module: str) -> set[str]:
+    """Modules of ours that `module` imports when it is imported itself."""
+    return (facts(MODULES[module]).imported & MODULES.keys()) - {module}
 
 
 @functools.cache
@@ -82,12 +103,4 @@ def test_chains_of_imports_are_short(room: str) -> None:
 
 def test_what_is_printed_stays_as_it_is() -> None:
     """rich writes `gpu00:100:1300` of NCCL with an emoji, for 100 is the name of one: every console says no."""
-    asked = [
-        (path, node.lineno)
-        for path in FILES
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "Console"
-        and "emoji=False" not in map(ast.unparse, node.keywords)
-    ]
-    assert not asked
+    assert not [(path, line) for path in FILES for line in facts(path).consoles]

@@ -192,6 +192,7 @@ class TestManyProcesses:
         process.wait(timeout=240)
 
 
+    @pytest.mark.campaign(but=("1",))
 class TestKilled:
     @pytest.mark.parametrize("workers", [1, 2])
     def test_a_killed_preparation_goes_on_to_the_same_result(self, tmp_path: Path, workers: int) -> None:

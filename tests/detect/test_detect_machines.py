@@ -52,6 +52,7 @@ def stop(table: MetricTable, machines: list[int], first: int, end: int | None = 
         table.of(name)[machines, first:end] = 0.02 * CATALOGUE[name].upper
 
 
+@pytest.mark.campaign(but=("4", "9"))
 @pytest.mark.parametrize("machines", [4, 9, 40])
 def test_the_machine_that_stopped_is_named_with_its_onset_after_the_time_of_continuity(machines: int) -> None:
     table = job(machines)

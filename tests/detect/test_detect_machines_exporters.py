@@ -38,6 +38,7 @@ def lose(table: MetricTable, metrics: tuple[str, ...], value: float = np.nan) ->
         table.of(name)[3, 300:] = value
 
 
+@pytest.mark.campaign(but=("nan-lost0", "inf-lost1"))
 @pytest.mark.parametrize("lost", [HOST, HOST[:1]])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_host_metrics_that_end_while_the_gpus_go_on_blame_nobody(lost: tuple[str, ...], value: float) -> None:
@@ -56,6 +57,7 @@ def test_host_metrics_that_end_as_the_job_hangs_are_to_be_checked() -> None:
     assert found.advice == "check" and found.blamed_hosts == ("h3",)
 
 
+@pytest.mark.campaign(but=("lost0",))
 @pytest.mark.parametrize("lost", [GPUS, DETECTED])
 def test_who_is_no_longer_heard_of_is_checked_where_the_job_goes_on_and_taken_out_where_it_waits(
     lost: tuple[str, ...],

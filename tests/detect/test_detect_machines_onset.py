@@ -63,6 +63,7 @@ def test_the_alarm_comes_when_the_time_of_continuity_since_the_true_onset_is_ove
     assert -1.5 <= raised_s - scenario.fault.start_s - 240 <= 2
 
 
+@pytest.mark.campaign(but=("730008",))
 @pytest.mark.parametrize("number", [730_008, 730_013])
 def test_who_spins_with_less_power_while_the_job_hangs_is_found(number: int) -> None:
     scenario = draw_scenario("develop", number, fault="GPU execution error", machines=100)

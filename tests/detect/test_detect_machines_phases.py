@@ -54,6 +54,7 @@ def test_who_may_save_while_all_others_spin_is_not_blamed() -> None:
     assert found.advice == "watch" and found.what == "may save while others wait"
 
 
+@pytest.mark.campaign(but=("table3-300.0", "table4-300.0"))
 @pytest.mark.parametrize(
     ("table", "pause_s"),
     [

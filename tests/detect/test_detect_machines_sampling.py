@@ -36,6 +36,7 @@ def sampled(seed: int, machines: int, samples: int = 700) -> MetricTable:
     return MetricTable(values.astype(np.float32), DETECTED, names, 1_700_000_000.0)
 
 
+@pytest.mark.campaign(but=("1003-12", "4-17"))
 @pytest.mark.parametrize(
     ("seed", "machines"), [(0, 32), (1, 38), (2, 29), (4, 17), (5, 23), (1003, 12), (1001, 6), (1000, 4)]
 )

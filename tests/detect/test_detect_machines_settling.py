@@ -25,6 +25,7 @@ def begins_with(kind: str, until_s: float, number: int, fault: str | None = None
     return dataclasses.replace(scenario, phases=(Phase(kind, -20, until_s), *later))
 
 
+@pytest.mark.campaign(but=("791005",))
 @pytest.mark.parametrize("number", [791_005, 791_028])
 def test_machines_that_did_the_same_in_an_evaluation_are_healthy(number: int) -> None:
     """In it stages do not wait for each other, and oddities have other sizes."""

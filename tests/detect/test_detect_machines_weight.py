@@ -34,6 +34,7 @@ def judged(table: MetricTable) -> JudgeVerdict:
     return judge_machines(table, MinderPolicy())
 
 
+@pytest.mark.campaign(but=("260-0", "300-3"))
 @pytest.mark.parametrize("later_s", [0, 3, 20])
 @pytest.mark.parametrize("gap_s", [260, 300])
 def test_a_gap_of_the_collector_blames_nobody_and_is_said(gap_s: int, later_s: int) -> None:

@@ -31,6 +31,7 @@ def test_a_healthy_run_with_innocent_events_is_left_alone(tmp_path: Path) -> Non
     assert "of 8 ranks" in verdict.looked_at
 
 
+@pytest.mark.campaign(but=("jump-forward", "creep-data"))
 @pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer", "outside spans"])
 @pytest.mark.parametrize("shape", ["jump", "creep"])
 def test_the_part_that_grew_on_all_ranks_is_named(tmp_path: Path, part: str, shape: str) -> None:
@@ -48,6 +49,7 @@ def test_the_part_that_grew_on_all_ranks_is_named(tmp_path: Path, part: str, sha
     assert any(why.startswith("MFU") for why in found.why)
 
 
+@pytest.mark.campaign(but=("forward-ranks1-host2", "data-ranks0-host1"))
 @pytest.mark.parametrize(("ranks", "host"), [((3,), "host1"), ((4, 5), "host2")])
 @pytest.mark.parametrize("part", ["forward", "data"])
 def test_ranks_that_grew_are_named_with_their_host(
