@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from support.tiny import write_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_helpers import Commands, begin, configured, entries, figures, finish, overrides, run_all
+from train_helpers import begin, configured, entries, figures, finish, overrides, run_all
 
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
@@ -25,7 +25,7 @@ from phalanx.data.batch import Batch
 from phalanx.model.decoder import Decoder
 from phalanx.optim.bad_step import _Mailbox
 from phalanx.optim.skipping import SkippingOptimizer
-from phalanx.telemetry.run_samples import read_samples, read_why_none
+from phalanx.telemetry.run_samples import read_samples
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluation import evaluate
 from phalanx.train.run_folder import RunFolder
@@ -488,16 +488,6 @@ def test_a_prompt_is_continued_at_each_evaluation_and_training_goes_on_as_withou
     assert figures(tmp_path / "run") == figures(tmp_path / "plain")
     with pytest.raises(UserError, match="sample_prompt"):
         configured(tmp_path, {"evaluate.sample_at_evaluations": True})
-
-
-@pytest.mark.slow
-def test_a_model_that_is_spread_makes_no_samples_and_says_why(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "empty.toml").touch()
-    changes = {"parallel.devices": 2, "train.steps": 2, "evaluate.every_steps": 2, "evaluate.sample_prompt": "the"}
-    words = overrides(tmp_path, changes | {"evaluate.sample_at_evaluations": True})
-    assert commands.run(tmp_path, "train", "empty.toml", *words).status == 0
-    assert not read_samples(tmp_path / "run")
-    assert read_why_none(tmp_path / "run") == "no rank holds the whole model"
 
 
 def test_sampling_at_the_end_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
