@@ -126,6 +126,7 @@ def four(folder: Path, commands: Commands) -> Path:
     return folder / "four"
 
 
+@pytest.mark.slow
 def test_four_ranks_have_the_figures_of_one(single: Path, four: Path) -> None:
     assert_close(four, single)
     assert [entry["step"] for entry in entries(four)] == list(range(1, STEPS + 1))
@@ -137,7 +138,6 @@ def test_a_model_that_is_spread_makes_no_samples_and_says_why(four: Path) -> Non
 
 
 @pytest.mark.campaign
-@pytest.mark.slow
 def test_two_stages_have_the_figures_of_one(folder: Path, single: Path, commands: Commands) -> None:
     result = spread(folder, commands, TWO, "two")
     assert result.status == 0, result
@@ -215,7 +215,6 @@ def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path, commands: 
 
 
 @pytest.mark.campaign(but=("1-0",))
-@pytest.mark.slow
 @pytest.mark.parametrize(("culprit", "stuck"), [(0, None), (1, 0)])
 def test_out_of_memory_on_one_rank_ends_all_with_its_words(
     tmp_path: Path, commands: Commands, culprit: int, stuck: int | None

@@ -57,10 +57,7 @@ def test_the_same_run_again_has_the_same_digests(tmp_path: Path) -> None:
     assert [record.of for record in one.values()] == [record.of for record in two.values()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("model.layers.0.attention.q", marks=pytest.mark.slow), "optim.layers.1.attention.k.exp_avg_sq"],
-)
+@pytest.mark.parametrize("name", ["model.layers.0.attention.q", "optim.layers.1.attention.k.exp_avg_sq"])
 def test_a_flipped_bit_names_its_rank_and_stops_the_run(commands: Commands, tmp_path: Path, name: str) -> None:
     result = trained(commands, tmp_path, {"parallel.replicate": 3, "checkpoint.every_steps": 4}, 2, 3, name)
     assert result.status == 1
@@ -132,12 +129,10 @@ def test_ranks_that_do_not_compute_alike_go_on(commands: Commands, tmp_path: Pat
     [
         pytest.param(
             {"parallel.replicate": 2, "parallel.shard": 2, "train.precision": "bf16"},
-            marks=pytest.mark.slow,
             id="shards",
         ),
         pytest.param(
             {"parallel.replicate": 2, "parallel.tensor": 2, "optim.name": "lamb", "model.vocab_multiple": 64},
-            marks=pytest.mark.slow,
             id="tensor",
         ),
         pytest.param({"parallel.pipeline": 2, "parallel.replicate": 2, "optim.state_bits": 8}, id="pipeline"),

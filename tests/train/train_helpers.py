@@ -25,6 +25,7 @@ from support import tiny
 from phalanx.core.config import load
 from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.data.batch import Batch
+from phalanx.ipc.processes import why_not_fork
 from phalanx.launch import local_ranks
 from phalanx.launch.launch_messages import QUIET_IMPORTS
 from phalanx.launch.template import serve
@@ -197,6 +198,9 @@ def _begin(folder: str) -> None:
     local_ranks._start_template = _fork_template  # type: ignore[assignment]
 
 
+_START_TEMPLATE = local_ranks._start_template
+
+
 @dataclass
 class _Template:
     """As much of `subprocess.Popen` as a launcher uses."""
@@ -210,8 +214,10 @@ class _Template:
         return self.code
 
 
-def _fork_template(environ: Mapping[str, str], descriptors: Sequence[int]) -> tuple[Connection, _Template]:
+def _fork_template(environ: Mapping[str, str], descriptors: Sequence[int]) -> tuple[Connection, Any]:
     """In place of a new Python: a fork of this process, without its descriptors, signal handlers and atexit."""
+    if why_not_fork(sys.modules):
+        return _START_TEMPLATE(environ, descriptors)
     ours, theirs = Pipe()
     launcher = os.getpid()
     if pid := os.fork():
