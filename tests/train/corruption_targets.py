@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 def train_with_a_flip(worker: Worker, config: RunConfig, rank: int, step: int, name: str) -> int:
     """Train, but on one rank the lowest bit of the first element of a tensor flips after the update of a step."""
     assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
-    if "DIFFERS" in os.environ:
-        state_digests.program_of = lambda _: f"of rank {worker.rank}"  # type: ignore[attr-defined]
     updated = Run.updated
 
     def flipping(run: Run) -> Any:
@@ -37,6 +34,12 @@ def train_with_a_flip(worker: Worker, config: RunConfig, rank: int, step: int, n
 
     Run.updated = flipping  # type: ignore[method-assign]
     return rank_status(worker, config, Path("tiny.toml"))
+
+
+def flip_where_programs_differ(worker: Worker, *arguments: Any) -> int:
+    """As `train_with_a_flip`, on ranks of which each says that it computes in a way of its own."""
+    state_digests.program_of = lambda _: f"of rank {worker.rank}"  # type: ignore[attr-defined]
+    return train_with_a_flip(worker, *arguments)
 
 
 def train_with_wrong_arithmetic(worker: Worker, config: RunConfig, rank: int, calls: list[int]) -> int:

@@ -9,15 +9,13 @@ from typing import Any
 import click
 import pytest
 from spread_targets import CALLED
-from train_helpers import configured, entries, overrides
+from train_helpers import Commands, configured, entries, overrides
 
 from phalanx.api.simulation import DEFAULTS, simulate
 from phalanx.api.training import load_config, train
 from phalanx.cli.simulate_failures import command
 from phalanx.core.errors import UserError
-from phalanx.core.layout import Layout
 from phalanx.ipc.stop_request import exit_status
-from phalanx.launch.local_ranks import launch_local
 from phalanx.train.evaluation import Evaluation
 from phalanx.train.reports.callbacks import Callback, CallbackError, CheckpointReport, StepReport
 
@@ -95,11 +93,9 @@ def test_an_error_of_a_callback_ends_the_run_with_its_name(tmp_path: Path, answe
     assert train(configured(tmp_path), quiet=True).steps == 20
 
 
-def test_callbacks_are_called_on_the_first_rank_alone(tmp_path: Path) -> None:
+def test_callbacks_are_called_on_the_first_rank_alone(tmp_path: Path, commands: Commands) -> None:
     config = configured(tmp_path, {"parallel.replicate": 2, "train.steps": 4})
-    target = "spread_targets:train_with_callback"
-    arguments, preload = (config, str(tmp_path)), ["phalanx.train.session"]
-    assert launch_local(2, target, arguments, preload=preload, layout=Layout(replicate=2)) == 0
+    assert commands.ranks(tmp_path, config, "spread_targets:train_with_callback", str(tmp_path)).status == 0
     assert (tmp_path / CALLED.format(0)).read_text() == "1 2 3"  # and stopped all ranks
     assert not (tmp_path / CALLED.format(1)).exists()
 

@@ -83,6 +83,7 @@ def _metrics(run: Path) -> dict[int, dict[str, float]]:
     return {manifest.step: manifest.metrics for manifest in found}
 
 
+@pytest.mark.campaign(but=("blocking", "background"))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_carries_the_evaluation_of_its_own_step(tmp_path: Path, mode: str) -> None:
     run_all(tmp_path, MODES[mode] | {"evaluate.every_steps": 10, "evaluate.tokens": 100})
@@ -97,6 +98,7 @@ def test_a_checkpoint_carries_the_evaluation_of_its_own_step(tmp_path: Path, mod
     assert list(evaluated) == [10, 20]  # the last step once, with the tokens of the end
 
 
+@pytest.mark.campaign(but=("waiting",))
 @pytest.mark.parametrize("mode", ["blocking", "waiting"])
 def test_the_best_are_found_among_the_evaluated_alone(tmp_path: Path, mode: str) -> None:
     """The loss falls: the best two are the last two that were evaluated, and not their neighbours."""
@@ -115,6 +117,7 @@ def test_the_end_looks_at_a_bounded_amount_and_says_of_how_much(tmp_path: Path) 
     assert re.search(r"held-out text: loss .* \(\d+ tokens\)\n", printed)
 
 
+@pytest.mark.campaign(but=("15",))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_last_evaluation_is_ended_by_a_signal_with_what_it_found(tmp_path: Path, number: signal.Signals) -> None:
     run_all(tmp_path, run="straight")
@@ -138,6 +141,7 @@ def test_the_last_evaluation_is_ended_by_a_signal_with_what_it_found(tmp_path: P
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 
 
+@pytest.mark.campaign(but=("1",))
 @pytest.mark.parametrize("evaluation", [1, 2])
 def test_an_evaluation_on_the_way_is_ended_too_and_made_up_for(tmp_path: Path, evaluation: int) -> None:
     changes = {"evaluate.every_steps": 6, "model.dropout": 0.1}
@@ -171,6 +175,7 @@ def test_a_finished_run_is_not_evaluated_again_unless_more_is_asked_for(tmp_path
     assert len(looked) == 1
 
 
+@pytest.mark.campaign(but=("0-blocking", "10-background"))
 @pytest.mark.parametrize("mode", ["blocking", "background"])
 @pytest.mark.parametrize("every_steps", [0, 10])
 def test_a_kill_in_an_evaluation_loses_no_step(tmp_path: Path, commands: Commands, mode: str, every_steps: int) -> None:
@@ -197,17 +202,18 @@ def test_a_kill_in_an_evaluation_loses_no_step(tmp_path: Path, commands: Command
     assert "validation_loss" in found[20] and (mode == "background" or found == straight)
 
 
-@pytest.mark.parametrize("harm", [b"", b"{", b'{"step": 20, "metrics": {"validation_loss": 0}, "sha256": "00"}', None])
-def test_an_evaluation_beside_a_checkpoint_that_is_torn_is_none(tmp_path: Path, harm: bytes | None) -> None:
+def test_an_evaluation_beside_a_checkpoint_that_is_torn_is_none(tmp_path: Path) -> None:
     run_all(tmp_path)
     path = tmp_path / "run" / "checkpoints" / "step-00000020" / EVALUATION
     good = path.read_bytes()
-    path.write_bytes(good[:-30] if harm is None else harm)
-    assert _metrics(tmp_path / "run")[20] == {}
-    run = begin(configured(tmp_path))
-    looked = _signal_in_evaluation(run, batch=-1)
-    assert finish(run).evaluation is not None and len(looked) == 1
-    assert path.read_bytes() == good
+    other = b'{"step": 20, "metrics": {"validation_loss": 0}, "sha256": "00"}'
+    for harm in (b"", b"{", other, good[:-30]):
+        path.write_bytes(harm)
+        assert _metrics(tmp_path / "run")[20] == {}
+        run = begin(configured(tmp_path))
+        looked = _signal_in_evaluation(run, batch=-1)
+        assert finish(run).evaluation is not None and len(looked) == 1
+        assert path.read_bytes() == good
 
 
 def test_figures_make_the_round_trip() -> None:
@@ -350,6 +356,7 @@ def test_what_cannot_be_sampled_in_the_end_is_refused_in_the_beginning(tmp_path:
         begin(config)
 
 
+@pytest.mark.campaign(but=("blocking",))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_that_is_not_finite_is_an_error_with_a_cure(tmp_path: Path, mode: str) -> None:
     changes = MODES[mode] | {"train.steps": 5, "checkpoint.keep_best": 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spread_targets
 import torch
 from support.open_checkpoint import open_checkpoint
 from train_helpers import (
@@ -31,9 +29,9 @@ from train_helpers import (
     wait_for_step,
 )
 
-from phalanx.launch.local_ranks import launch_local
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import needed_bytes
+from phalanx.telemetry.run_samples import read_samples, read_why_none
 from phalanx.train.derived.run_layout import task_of
 
 pytestmark = [
@@ -53,7 +51,14 @@ SETTINGS: dict[str, Any] = {
     "model.vocab_multiple": 64,
 }
 TWO = {"parallel.pipeline": 2, "model.tie_embeddings": False}
-FOUR = {"parallel.shard": 2, "parallel.tensor": 2, "parallel.zero": 2, "parallel.tensor_overlap": "auto"}
+FOUR: dict[str, Any] = {
+    "parallel.shard": 2,
+    "parallel.tensor": 2,
+    "parallel.zero": 2,
+    "parallel.tensor_overlap": "auto",
+    "evaluate.sample_prompt": "the",
+    "evaluate.sample_at_evaluations": True,
+}
 
 
 def spread(folder: Path, commands: Commands, changes: Mapping[str, Any], run: str) -> Ended:
@@ -121,13 +126,18 @@ def four(folder: Path, commands: Commands) -> Path:
     return folder / "four"
 
 
+@pytest.mark.slow
 def test_four_ranks_have_the_figures_of_one(single: Path, four: Path) -> None:
     assert_close(four, single)
     assert [entry["step"] for entry in entries(four)] == list(range(1, STEPS + 1))
 
 
+def test_a_model_that_is_spread_makes_no_samples_and_says_why(four: Path) -> None:
+    assert not read_samples(four)
+    assert read_why_none(four) == "no rank holds the whole model"
+
+
 @pytest.mark.campaign
-@pytest.mark.slow
 def test_two_stages_have_the_figures_of_one(folder: Path, single: Path, commands: Commands) -> None:
     result = spread(folder, commands, TWO, "two")
     assert result.status == 0, result
@@ -190,21 +200,13 @@ def test_a_job_that_is_stopped_and_killed_goes_on_bit_for_bit(folder: Path, four
     assert figures(run) == figures(four)
 
 
-def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path, commands: Commands) -> None:
     config = configured(tmp_path, SETTINGS | TWO | {"checkpoint.every_steps": 0})
-    report = io.StringIO()
-    target = f"{spread_targets.__name__}:raise_at_step_5"
-    layout = config.parallel.layout
-    status = launch_local(
-        2, target, (config, str(tmp_path)), preload=["phalanx.train.session"], layout=layout, report=report
-    )
-    end_ns = time.monotonic_ns()
+    result = commands.ranks(tmp_path, config, "spread_targets:raise_at_step_5", str(tmp_path))
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
-    assert status == 1
-    # Within 2 s where nothing else runs: the launcher's times are held by test_launch_ending.py.
-    assert (end_ns - int((tmp_path / "raised_ns").read_text())) * 1e-9 < 60.0
+    assert result.status == 1
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    lines = report.getvalue().splitlines()
+    lines = result.err.splitlines()
     assert lines[-1].startswith("ArithmeticError: rank 1 has come to step 5")
     mark = next(index for index, line in enumerate(lines) if line.startswith("rank 1 of 2 on "))
     assert "pipeline 1" in lines[mark]
@@ -213,34 +215,30 @@ def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign(but=("1-0",))
-@pytest.mark.slow
 @pytest.mark.parametrize(("culprit", "stuck"), [(0, None), (1, 0)])
-def test_out_of_memory_on_one_rank_ends_all_with_its_words(tmp_path: Path, culprit: int, stuck: int | None) -> None:
+def test_out_of_memory_on_one_rank_ends_all_with_its_words(
+    tmp_path: Path, commands: Commands, culprit: int, stuck: int | None
+) -> None:
     """Also one that waits where nothing wakes it, as over NCCL, and also where the store goes with the culprit."""
     config = configured(tmp_path, SETTINGS | TWO | {"checkpoint.every_steps": 0})
-    report, target = io.StringIO(), f"{spread_targets.__name__}:run_out_of_memory"
     begun_s = time.monotonic()
-    arguments = (config, str(tmp_path), culprit, stuck)
-    launch_local(2, target, arguments, preload=["phalanx.train.session"], layout=config.parallel.layout, report=report)
-    assert time.monotonic() - begun_s < 60, report.getvalue()  # of a wait of half an hour
+    result = commands.ranks(tmp_path, config, "spread_targets:run_out_of_memory", str(tmp_path), culprit, stuck)
+    assert time.monotonic() - begun_s < 60, result.err  # of a wait of half an hour
     said = {rank: tmp_path / f"said-{rank}" for rank in range(2)}
     expected = f"train.micro_batch = 1: 1 x 16 tokens at once do not fit into memory of rank {culprit} (no room); set "
     for rank, file in said.items():
         if rank != stuck:
-            assert file.read_text().startswith(expected), report.getvalue()
+            assert file.read_text().startswith(expected), result.err
     assert len({file.read_text() for file in said.values() if file.exists()}) == 1
     assert (stuck is None) == all(file.exists() for file in said.values())
 
 
-@pytest.mark.slow
-def test_ranks_of_unequal_memory_take_one_layout(tmp_path: Path) -> None:
+def test_ranks_of_unequal_memory_take_one_layout(tmp_path: Path, commands: Commands) -> None:
     config = configured(tmp_path, SETTINGS | {"parallel.devices": 2, "optim.name": "adamw", "model.vocab_size": 512})
     little = needed_bytes(ParallelConfig(shard=2, zero=1), task_of(config, 1))
     # The ranks of a host share what is free: half of this is too little, unless more than the state is split.
     free = [little + little // 2 if rank == 1 else 1 << 40 for rank in range(2)]
-    target = f"{spread_targets.__name__}:have_unequal_memory"
-    arguments = (config, str(tmp_path), free)
-    assert launch_local(2, target, arguments, preload=["phalanx.train.session"], report=io.StringIO()) == 0
+    assert commands.ranks(tmp_path, config, "spread_targets:have_unequal_memory", str(tmp_path), free).status == 0
     layouts = [json.loads((tmp_path / f"layout-{rank}").read_text()) for rank in range(2)]
     assert layouts[0] == layouts[1]
     assert layouts[0]["shard"] == 2 and layouts[0]["zero"] > 1, "rank 0 alone would split the state and nothing else"

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_helpers import configured, run_all
+from train_helpers import Commands, Ended, configured, run_all
 
 from phalanx.detect.corruption.copy_judge import judge_run
 from phalanx.detect.corruption.digest_file import FILE, UnlikeCopies, append_digests, read_digests, suspect_spans
-from phalanx.launch.local_ranks import launch_local
 from phalanx.train.state_digests import USUALLY_EVERY, digests_every
 
 pytestmark = [
@@ -29,14 +28,13 @@ SETTINGS: dict[str, Any] = {
     "telemetry.digests_every": 2,
     "checkpoint.every_steps": 0,
 }
-_PRELOAD = ("phalanx.train.session", "torch._dynamo", "torch._inductor.config")
 
 
-def trained(folder: Path, changes: dict[str, Any], rank: int, step: int, name: str, run: str = "run") -> int:
+def trained(
+    commands: Commands, folder: Path, changes: dict[str, Any], rank: int, step: int, name: str, run: str = "run"
+) -> Ended:
     config = configured(folder, SETTINGS | changes, run)
-    ranks = config.parallel.layout.world_size
-    target = "corruption_targets:train_with_a_flip"
-    return launch_local(ranks, target, (config, rank, step, name), preload=_PRELOAD)
+    return commands.ranks(folder, config, "corruption_targets:train_with_a_flip", rank, step, name)
 
 
 def test_one_rank_writes_digests_of_every_tensor(tmp_path: Path) -> None:
@@ -59,14 +57,11 @@ def test_the_same_run_again_has_the_same_digests(tmp_path: Path) -> None:
     assert [record.of for record in one.values()] == [record.of for record in two.values()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("model.layers.0.attention.q", marks=pytest.mark.slow), "optim.layers.1.attention.k.exp_avg_sq"],
-)
-def test_a_flipped_bit_names_its_rank_and_stops_the_run(tmp_path: Path, name: str, capfd: Any) -> None:
-    status = trained(tmp_path, {"parallel.replicate": 3, "checkpoint.every_steps": 4}, 2, 3, name)
-    assert status == 1
-    shown = capfd.readouterr().err
+@pytest.mark.parametrize("name", ["model.layers.0.attention.q", "optim.layers.1.attention.k.exp_avg_sq"])
+def test_a_flipped_bit_names_its_rank_and_stops_the_run(commands: Commands, tmp_path: Path, name: str) -> None:
+    result = trained(commands, tmp_path, {"parallel.replicate": 3, "checkpoint.every_steps": 4}, 2, 3, name)
+    assert result.status == 1
+    shown = result.err
     assert "SilentCorruptionError: this rank is silently corrupted: Rank 2" in shown and "rank 2 of 3" in shown
     verdict = judge_run(tmp_path / "run")
     assert verdict.blamed_ranks == (2,) and verdict.exit_status == 1
@@ -76,12 +71,12 @@ def test_a_flipped_bit_names_its_rank_and_stops_the_run(tmp_path: Path, name: st
 
 
 @pytest.mark.campaign
-def test_the_next_start_goes_on_from_before_and_ends_as_a_healthy_run(tmp_path: Path) -> None:
+def test_the_next_start_goes_on_from_before_and_ends_as_a_healthy_run(commands: Commands, tmp_path: Path) -> None:
     changes = {"parallel.replicate": 3, "checkpoint.every_steps": 2, "telemetry.digests_every": 3}
-    assert trained(tmp_path, changes, 1, 3, "model.embedding") == 1
+    assert trained(commands, tmp_path, changes, 1, 3, "model.embedding").status == 1
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*")) == ["step-00000002"]
-    assert trained(tmp_path, changes, -1, 0, "") == 0
-    assert trained(tmp_path, changes, -1, 0, "", "healthy") == 0
+    assert trained(commands, tmp_path, changes, -1, 0, "").status == 0
+    assert trained(commands, tmp_path, changes, -1, 0, "", "healthy").status == 0
     mended, healthy = (read_digests(tmp_path / name)[6].of for name in ("run", "healthy"))
     assert mended == healthy
 
@@ -100,30 +95,31 @@ def test_a_checkpoint_from_after_the_last_agreement_is_passed_over(tmp_path: Pat
     assert states[8] == states[10] > states[6], "step 8 was made again, from step 6 on"
 
 
-def test_two_that_differ_are_reported_and_nobody_is_blamed(tmp_path: Path, capfd: Any) -> None:
-    assert trained(tmp_path, {"parallel.replicate": 2}, 1, 3, "model.embedding") == 1
-    assert (
-        "nobody can say which rank is silently corrupted: Ranks 0 and 1 have different bits" in capfd.readouterr().err
-    )
+def test_two_that_differ_are_reported_and_nobody_is_blamed(commands: Commands, tmp_path: Path) -> None:
+    result = trained(commands, tmp_path, {"parallel.replicate": 2}, 1, 3, "model.embedding")
+    assert result.status == 1
+    assert "nobody can say which rank is silently corrupted: Ranks 0 and 1 have different bits" in result.err
     verdict = judge_run(tmp_path / "run")
     assert verdict.detections and not verdict.blamed_ranks and "nobody can say" in verdict.detections[0].why[0]
 
 
-def test_a_run_that_only_reports_goes_on(tmp_path: Path, capfd: Any) -> None:
+def test_a_run_that_only_reports_goes_on(commands: Commands, tmp_path: Path) -> None:
     changes = {"parallel.replicate": 3, "telemetry.at_corruption": "report"}
-    assert trained(tmp_path, changes, 0, 3, "model.embedding") == 0
-    assert capfd.readouterr().out.count("ranks hold, or compute, different bits: Rank 0") == 1
+    result = trained(commands, tmp_path, changes, 0, 3, "model.embedding")
+    assert result.status == 0
+    assert result.out.count("ranks hold, or compute, different bits: Rank 0") == 1
     verdict = judge_run(tmp_path / "run")
     assert verdict.blamed_ranks == (0,) and len(read_digests(tmp_path / "run")) == 3
     (incident,) = map(json.loads, (tmp_path / "run/telemetry/incidents.jsonl").read_text().splitlines())
     assert incident["kind"] == "silent corruption" and incident["step"] == 4 and "Rank 0" in incident["title"]
 
 
-def test_ranks_that_do_not_compute_alike_go_on(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_compute_alike_go_on(commands: Commands, tmp_path: Path) -> None:
     """As if one had another number of threads: what differs may be rounding, so the run is not ended for it."""
-    monkeypatch.setenv("DIFFERS", "1")
-    assert trained(tmp_path, {"parallel.replicate": 3}, 2, 3, "model.embedding") == 0
-    assert "Ranks 0, 1 and 2 have different bits" in capfd.readouterr().out
+    config = configured(tmp_path, SETTINGS | {"parallel.replicate": 3})
+    result = commands.ranks(tmp_path, config, "corruption_targets:flip_where_programs_differ", 2, 3, "model.embedding")
+    assert result.status == 0
+    assert "Ranks 0, 1 and 2 have different bits" in result.out
     assert not judge_run(tmp_path / "run").blamed_ranks and not suspect_spans(tmp_path / "run")
 
 
@@ -133,19 +129,17 @@ def test_ranks_that_do_not_compute_alike_go_on(tmp_path: Path, capfd: Any, monke
     [
         pytest.param(
             {"parallel.replicate": 2, "parallel.shard": 2, "train.precision": "bf16"},
-            marks=pytest.mark.slow,
             id="shards",
         ),
         pytest.param(
             {"parallel.replicate": 2, "parallel.tensor": 2, "optim.name": "lamb", "model.vocab_multiple": 64},
-            marks=pytest.mark.slow,
             id="tensor",
         ),
         pytest.param({"parallel.pipeline": 2, "parallel.replicate": 2, "optim.state_bits": 8}, id="pipeline"),
     ],
 )
-def test_healthy_ranks_agree(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert trained(tmp_path, {"train.global_batch": 4} | changes, -1, 0, "") == 0
+def test_healthy_ranks_agree(commands: Commands, tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert trained(commands, tmp_path, {"train.global_batch": 4} | changes, -1, 0, "").status == 0
     verdict = judge_run(tmp_path / "run")
     assert verdict.exit_status == 0 and "copies" in verdict.looked_at, verdict
     lines = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
@@ -153,12 +147,12 @@ def test_healthy_ranks_agree(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert min(line["compared"] for line in lines) > 10
 
 
-def test_the_digests_of_weights_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+def test_the_digests_of_weights_do_not_depend_on_the_layout(commands: Commands, tmp_path: Path) -> None:
     """Before any step changes them they are the same numbers everywhere: a rate of nothing keeps them."""
     still = SETTINGS | {"optim.lr": 1e-30, "train.global_batch": 4, "optim.weight_decay": 0.0}
     run_all(tmp_path, still, "alone")
     changes = still | {"parallel.pipeline": 2, "parallel.shard": 2}
-    assert trained(tmp_path, changes, -1, 0, "", "spread") == 0
+    assert trained(commands, tmp_path, changes, -1, 0, "", "spread").status == 0
     alone, spread = (read_digests(tmp_path / name)[6].of["weight"] for name in ("alone", "spread"))
     assert list(alone.items()) == list(spread.items())
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from support.tiny import write_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_helpers import Commands, begin, configured, entries, figures, finish, overrides, run_all
+from train_helpers import begin, configured, entries, figures, finish, overrides, run_all
 
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
@@ -25,7 +25,7 @@ from phalanx.data.batch import Batch
 from phalanx.model.decoder import Decoder
 from phalanx.optim.bad_step import _Mailbox
 from phalanx.optim.skipping import SkippingOptimizer
-from phalanx.telemetry.run_samples import read_samples, read_why_none
+from phalanx.telemetry.run_samples import read_samples
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluation import evaluate
 from phalanx.train.run_folder import RunFolder
@@ -62,11 +62,11 @@ def test_without_held_out_text_a_run_still_ends_well(tmp_path: Path) -> None:
     assert entries(tmp_path / "run", "evaluation") == []
 
 
-@pytest.mark.parametrize("logging_steps", [3, 7])
-def test_figures_do_not_depend_on_how_often_they_are_read(tmp_path: Path, logging_steps: int) -> None:
+def test_figures_do_not_depend_on_how_often_they_are_read(tmp_path: Path) -> None:
     run_all(tmp_path)
-    run_all(tmp_path, {"logging.every_steps": logging_steps, "checkpoint.every_steps": 0}, "other")
-    assert figures(tmp_path / "run") == figures(tmp_path / "other")
+    for steps in (3, 7):
+        run_all(tmp_path, {"logging.every_steps": steps, "checkpoint.every_steps": 0}, f"every {steps}")
+        assert figures(tmp_path / "run") == figures(tmp_path / f"every {steps}")
 
 
 def test_checkpoints_do_not_fill_the_screen_with_steps(tmp_path: Path) -> None:
@@ -169,12 +169,14 @@ def _toml_config(folder: Path, changes: dict[str, Any]) -> RunConfig:
     return load(RunConfig, None, [*overrides(folder, flat), *tables]).value
 
 
-@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
+@pytest.mark.campaign(but=("0.2",))
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recomputation_changes_no_bit(tmp_path: Path, recompute: str, dropout: float) -> None:
-    run_all(tmp_path, {"train.steps": 6, "model.dropout": dropout})
-    run_all(tmp_path, {"train.steps": 6, "model.dropout": dropout, "train.recompute": recompute}, "other")
-    assert figures(tmp_path / "run") == figures(tmp_path / "other")
+def test_recomputation_changes_no_bit(tmp_path: Path, dropout: float) -> None:
+    kinds = ("none", "selective", "mlp", "full")
+    for kind in kinds:
+        run_all(tmp_path, {"train.steps": 6, "model.dropout": dropout, "train.recompute": kind}, kind)
+    plain, *others = (figures(tmp_path / kind) for kind in kinds)
+    assert others == [plain] * 3
 
 
 def test_deterministic_mode(tmp_path: Path) -> None:
@@ -188,9 +190,10 @@ def test_deterministic_mode(tmp_path: Path) -> None:
     assert figures(tmp_path / "run") == figures(tmp_path / "other")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_compiled_model_learns_the_same(tmp_path: Path) -> None:
-    changes = {"train.steps": 5}
+    changes = {"train.steps": 5, "model.layers": 1}  # layers of a kind are compiled once
     run_all(tmp_path, changes)
     run_all(tmp_path, changes | {"train.compile": True}, "compiled")
     plain, compiled = ([entry["loss"] for entry in entries(tmp_path / name)] for name in ("run", "compiled"))
@@ -282,6 +285,7 @@ def test_a_step_reads_nothing_back_from_the_device(
     Our optimizers decide on the device as on a GPU; on a CPU they would look, since looking is free there.
     """
     changes = {"optim.name": optimizer, "logging.every_steps": 1000, "checkpoint.every_steps": 0, "model.dropout": 0.1}
+    changes |= {"train.steps": 8}
     run = begin(configured(tmp_path, changes))
     monkeypatch.setattr(SkippingOptimizer, "as_on_device", True)
     above: list[int] = []
@@ -371,8 +375,9 @@ def _bytes_of(tokenizer: Any, token: int) -> bytes:
 
 
 def test_evaluating_while_training_changes_nothing(tmp_path: Path) -> None:
-    run_all(tmp_path, {"model.dropout": 0.1})
-    run_all(tmp_path, {"model.dropout": 0.1, "evaluate.every_steps": 3}, "other")
+    changes = {"train.steps": 7, "model.dropout": 0.1}
+    run_all(tmp_path, changes)
+    run_all(tmp_path, changes | {"evaluate.every_steps": 3}, "other")
     assert [e["loss"] for e in entries(tmp_path / "run")] == [e["loss"] for e in entries(tmp_path / "other")]
 
 
@@ -488,16 +493,6 @@ def test_a_prompt_is_continued_at_each_evaluation_and_training_goes_on_as_withou
     assert figures(tmp_path / "run") == figures(tmp_path / "plain")
     with pytest.raises(UserError, match="sample_prompt"):
         configured(tmp_path, {"evaluate.sample_at_evaluations": True})
-
-
-@pytest.mark.slow
-def test_a_model_that_is_spread_makes_no_samples_and_says_why(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "empty.toml").touch()
-    changes = {"parallel.devices": 2, "train.steps": 2, "evaluate.every_steps": 2, "evaluate.sample_prompt": "the"}
-    words = overrides(tmp_path, changes | {"evaluate.sample_at_evaluations": True})
-    assert commands.run(tmp_path, "train", "empty.toml", *words).status == 0
-    assert not read_samples(tmp_path / "run")
-    assert read_why_none(tmp_path / "run") == "no rank holds the whole model"
 
 
 def test_sampling_at_the_end_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

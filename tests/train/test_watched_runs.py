@@ -209,7 +209,6 @@ def test_a_disk_that_fills_up(commands: Commands, tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
-@pytest.mark.slow
 def test_one_of_two_ranks_is_killed(commands: Commands, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with training(commands, tmp_path, ENDLESS | {"parallel.devices": 2, "checkpoint.mode": "blocking"}) as process:
@@ -226,7 +225,6 @@ def test_one_of_two_ranks_is_killed(commands: Commands, tmp_path: Path) -> None:
     assert "ended: killed by SIGKILL" in next((run / "logs").glob("rank-1.*")).read_text()
 
 
-@pytest.mark.slow
 def test_what_rank_0_refuses_is_one_line_and_no_traceback_of_its_peers(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "empty.toml").touch()
     two = {"parallel.devices": 2, "train.steps": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import multiprocessing
@@ -10,8 +11,11 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +25,14 @@ from support import tiny
 from phalanx.core.config import load
 from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.data.batch import Batch
+from phalanx.ipc.processes import why_not_fork
+from phalanx.launch import local_ranks
+from phalanx.launch.launch_messages import QUIET_IMPORTS
+from phalanx.launch.template import serve
 from phalanx.train import assemble as assembling
 from phalanx.train import session
 from phalanx.train.config import RunConfig
+from phalanx.train.derived.run_layout import wanted_ranks
 from phalanx.train.loop import train
 from phalanx.train.run_folder import open_for_training
 from phalanx.train.run_progress import TrainResult
@@ -116,7 +125,8 @@ class Ended:
 class Commands:
     """Runs ``phalanx`` in processes forked from one that has imported torch, so that one costs 0.1 s and not 3 s.
 
-    The forking process starts no thread, so its children are as good as fresh ones.
+    The forking process starts no thread, so its children are as good as fresh ones. Ranks that these start have a
+    template that is forked too: what a new Python does there is tested by tests/launch.
     """
 
     def __init__(self) -> None:
@@ -143,6 +153,14 @@ class Commands:
         assert process.exitcode is not None, "the command hangs"
         return ended(process, folder)
 
+    def ranks(self, folder: Path, config: RunConfig, target: str, *arguments: Any) -> Ended:
+        """What ends a launcher of the config's ranks, each of which does ``module:function``; see `launch_local`."""
+        process = self._context.Process(target=_launcher, args=(str(folder), config, target, arguments))
+        process.start()
+        process.join(400)
+        assert process.exitcode is not None, "the ranks hang"
+        return ended(process, folder)
+
 
 def ended(process: Any, folder: Path) -> Ended:
     """What a finished process left."""
@@ -151,12 +169,7 @@ def ended(process: Any, folder: Path) -> Ended:
 
 
 def _child(folder: str, arguments: list[str], limits: dict[str, int]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores some
-        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
-    for name, descriptor in (("out", 1), ("err", 2)):
-        file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, descriptor)
-    os.chdir(folder)
+    _begin(folder)
     for name, value in limits.items():
         if value < 0:  # so much more than the process has now
             value = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() - value
@@ -166,6 +179,72 @@ def _child(folder: str, arguments: list[str], limits: dict[str, int]) -> None:
     from phalanx.cli.main import main
 
     main(arguments)
+
+
+def _launcher(folder: str, config: RunConfig, target: str, arguments: Sequence[Any]) -> None:
+    _begin(folder)
+    layout = None if config.parallel.devices else config.parallel.layout
+    sys.exit(local_ranks.launch_local(wanted_ranks(config), target, (config, *arguments), layout=layout))
+
+
+def _begin(folder: str) -> None:
+    """What a process of the fork server has of its own."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores some
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+    os.chdir(folder)
+    local_ranks._start_template = _fork_template  # type: ignore[assignment]
+
+
+_START_TEMPLATE = local_ranks._start_template
+
+
+@dataclass
+class _Template:
+    """As much of `subprocess.Popen` as a launcher uses."""
+
+    pid: int
+    code: int | None = None
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+
+def _fork_template(environ: Mapping[str, str], descriptors: Sequence[int]) -> tuple[Connection, Any]:
+    """In place of a new Python: a fork of this process, without its descriptors, signal handlers and atexit."""
+    if why_not_fork(sys.modules):
+        return _START_TEMPLATE(environ, descriptors)
+    ours, theirs = Pipe()
+    launcher = os.getpid()
+    if pid := os.fork():
+        theirs.close()
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)  # whoever comes first
+        return ours, _Template(pid)
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        atexit._clear()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
+            if descriptor not in (0, 1, 2, theirs.fileno(), *descriptors):
+                with suppress(OSError):
+                    os.close(descriptor)
+        os.environ.clear()
+        os.environ.update({**environ, **QUIET_IMPORTS})
+        serve(theirs.fileno(), launcher)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def killed_in_evaluation(arguments: list[str], batch: int) -> None:
