@@ -33,7 +33,7 @@ STEPS = 100
 SETTINGS: dict[str, Any] = {"train.steps": STEPS, "parallel.host_loader": False}
 IN_MEMORY = {"checkpoint.every_steps": 1000}
 """Only the last checkpoint is durable."""
-WAITING = {"checkpoint.wait": True, "checkpoint.every_steps": 20}
+WAITING = {"checkpoint.wait": True, "checkpoint.every_steps": 40}
 """Training waits for each durable checkpoint, so that it does not end before the first."""
 UNDISTURBED = {"checkpoint.mode": "blocking", "checkpoint.memory_every_steps": 0, "checkpoint.every_steps": 1000}
 """Without keeper and persister: what they do must not be seen in what is trained."""
