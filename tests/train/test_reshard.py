@@ -36,10 +36,10 @@ def _short_runs() -> Iterator[None]:
     """Of the benchmark's, and without measuring the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("phalanx.train.assemble.measure_peak", lambda _device: None)
-        patch.setattr(resharding, "SAVED_STEP", 4)
-        patch.setattr(resharding, "LAST_STEP", 8)
-        patch.setitem(resharding.SETTINGS, "checkpoint.every_steps", 4)
-        patch.setitem(resharding.SETTINGS, "train.steps", 8)
+        patch.setattr(resharding, "SAVED_STEP", 3)
+        patch.setattr(resharding, "LAST_STEP", 6)
+        patch.setitem(resharding.SETTINGS, "checkpoint.every_steps", 3)
+        patch.setitem(resharding.SETTINGS, "train.steps", 6)
         yield
 
 
@@ -125,7 +125,7 @@ def test_the_comparison_sees_other_state_and_other_figures(folder: Path, found: 
     copy = folder / "pp2 zbv to single"
     (resaved,) = (copy / "resaved").iterdir()
     manifest = json.loads((resaved / "manifest.json").read_text())
-    assert manifest["state"]["samples"] == 32
+    assert manifest["state"]["samples"] == 24
     lines = (copy / "metrics.jsonl").read_text().splitlines()
     where = max(index for index, line in enumerate(lines) if json.loads(line)["kind"] == "step") - 1
     one = json.loads(lines[where])

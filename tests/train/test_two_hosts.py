@@ -92,14 +92,15 @@ def require_same(run: TinyRun, straight: TinyRun) -> None:
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(but=("shard",))
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
+        ([1, 1], SHARD),
         ([1, 1], REPLICATE),  # rank 0 alone has something to save, and is gone
         pytest.param([2, 2], SHARD | {"parallel.tensor": 2}, marks=pytest.mark.slow),
     ],
-    ids=["replicate", "shard and tensor"],
+    ids=["shard", "replicate", "shard and tensor"],
 )
 def test_a_host_is_lost(
     start: Start, straight: Callable[..., TinyRun], ranks: list[int], changes: dict[str, Any]
@@ -219,8 +220,9 @@ def test_a_rack_is_lost(start: Start, straight: Callable[..., TinyRun]) -> None:
     require_same(cluster.run, straight(changes))
 
 
+@pytest.mark.campaign
 def test_hosts_are_lost_at_any_moment(tmp_path: Path) -> None:
-    losses, bad = lost_and_found(tmp_path, 2, seed=1, steps_per_kill=20)
+    losses, bad = lost_and_found(tmp_path, 3, seed=1, steps_per_kill=30)
     assert not bad
-    assert len(losses) == 2
+    assert len(losses) == 3
     assert all(loss.taken_up == loss.whole > 0 for loss in losses)
