@@ -40,6 +40,7 @@ def _short_runs() -> Iterator[None]:
         patch.setattr(resharding, "LAST_STEP", 6)
         patch.setitem(resharding.SETTINGS, "checkpoint.every_steps", 3)
         patch.setitem(resharding.SETTINGS, "train.steps", 6)
+        patch.setitem(resharding.SETTINGS, "train.global_batch", 4)
         yield
 
 
@@ -125,7 +126,7 @@ def test_the_comparison_sees_other_state_and_other_figures(folder: Path, found: 
     copy = folder / "pp2 zbv to single"
     (resaved,) = (copy / "resaved").iterdir()
     manifest = json.loads((resaved / "manifest.json").read_text())
-    assert manifest["state"]["samples"] == 24
+    assert manifest["state"]["samples"] == 12
     lines = (copy / "metrics.jsonl").read_text().splitlines()
     where = max(index for index, line in enumerate(lines) if json.loads(line)["kind"] == "step") - 1
     one = json.loads(lines[where])
