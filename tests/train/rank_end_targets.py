@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +15,19 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
+from phalanx.launch.launch_messages import RankSpec
 from phalanx.launch.rank_failures import errors_named
+from phalanx.launch.rank_process import become_rank
 from phalanx.train import session
 from phalanx.train.ranks import Ranks
 
 CONFIG: Any = SimpleNamespace(parallel=None, checkpoint=SimpleNamespace(mode="blocking"))
 CONFIG.parallel = SimpleNamespace(layout=Layout(replicate=2))
+
+
+def become(spec: RankSpec, reports: Connection) -> None:
+    """A rank, in a process that has been forked."""
+    become_rank(spec, reports, os.getppid(), "fork", time.monotonic_ns())
 
 
 def refuse(*_: Any) -> None:

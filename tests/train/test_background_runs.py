@@ -33,7 +33,7 @@ STEPS = 100
 SETTINGS: dict[str, Any] = {"train.steps": STEPS, "parallel.host_loader": False}
 IN_MEMORY = {"checkpoint.every_steps": 1000}
 """Only the last checkpoint is durable."""
-WAITING = {"checkpoint.wait": True, "checkpoint.every_steps": 20}
+WAITING = {"checkpoint.wait": True, "checkpoint.every_steps": 40}
 """Training waits for each durable checkpoint, so that it does not end before the first."""
 UNDISTURBED = {"checkpoint.mode": "blocking", "checkpoint.memory_every_steps": 0, "checkpoint.every_steps": 1000}
 """Without keeper and persister: what they do must not be seen in what is trained."""
@@ -125,7 +125,7 @@ def end_killed(process: Any) -> None:
     assert process.exitcode not in (None, 0)
 
 
-def test_a_killed_worker_goes_on_from_the_last_step_in_memory(runner: Runner) -> None:
+def test_a_killed_worker_is_bound_to_what_lies_in_memory_and_goes_on_from_there(runner: Runner) -> None:
     straight = runner.straight()
     with runner.kept(runner.run("worker", IN_MEMORY)) as run:
         process = runner.start(run)
@@ -134,23 +134,14 @@ def test_a_killed_worker_goes_on_from_the_last_step_in_memory(runner: Runner) ->
         end_killed(process)
         committed = in_memory(run)
         assert 1 < committed <= run.last_step() + 1
+        (run.path / "config.json").unlink()
+        other = runner.run("worker", IN_MEMORY | {"data.seed": 3})
+        end_killed(runner.start(other))
+        assert "data.seed: 0 -> 3 (the order of the samples)" in run.log.read_text()
         runner.end(runner.start(run), run)
         assert f"(step {committed} of {STEPS})" in run.log.read_text()
         assert "going on from the memory of this host" in run.log.read_text()
         assert compare(run, straight) == []
-
-
-def test_what_lies_in_memory_is_bound_as_well(runner: Runner) -> None:
-    """Whatever has become of the run folder."""
-    with runner.kept(runner.run("bound", IN_MEMORY)) as run:
-        process = runner.start(run)
-        until(lambda: in_memory(run) > 1, process, run)
-        os.kill(process.pid, signal.SIGKILL)
-        end_killed(process)
-        (run.path / "config.json").unlink()
-        other = runner.run("bound", IN_MEMORY | {"data.seed": 3})
-        end_killed(runner.start(other))
-        assert "data.seed: 0 -> 3 (the order of the samples)" in run.log.read_text()
 
 
 def test_training_goes_on_without_its_keeper_and_with_the_next(runner: Runner) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_helpers import entries, overrides, until
+from train_helpers import Commands, entries, overrides, until
 
 from phalanx.telemetry.queries import Trace
 from phalanx.telemetry.run_list import list_runs, read_run
@@ -137,28 +136,27 @@ def steps(run: Path) -> int:
     return metrics.read_bytes().count(b'"kind": "step"') if metrics.exists() else 0
 
 
-def test_a_real_run_goes_on_in_its_new_place(tmp_path: Path) -> None:
+def test_a_real_run_goes_on_in_its_new_place(tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "empty.toml").touch()
     changes = {"train.steps": 100_000, "telemetry.spans": True, "checkpoint.mode": "background", "alerts.watch": True}
-    changes |= {"checkpoint.every_steps": 50, "checkpoint.keep_last": 2}
-    command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "empty.toml"), *overrides(tmp_path, changes)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    changes |= {"checkpoint.every_steps": 25, "checkpoint.keep_last": 2}
+    process = commands.start(tmp_path, ["train", "empty.toml", *overrides(tmp_path, changes)])
     run, new = tmp_path / "run", tmp_path / "renamed"
     try:
         until(lambda: steps(run) >= 20)
         run.rename(new)
         until(lambda: run.is_symlink())
         before = steps(new)
-        until(lambda: steps(new) >= before + 100)  # there are checkpoints among them
+        until(lambda: steps(new) >= before + 50)  # there are checkpoints among them
         row = read_run(new)
         assert row.state == "running" and row.why == f"moved here from {run} while it trains; it goes on here"
         assert run_status(new).state == "running"
-        process.send_signal(signal.SIGINT)
-        process.wait(WAIT_S)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(WAIT_S)
         until(lambda: read_run(new).state == "stopped")
     finally:
         process.kill()
-        process.wait()
+        process.join()
     lines = [entry["step"] for entry in entries(new)]
     assert lines == list(range(1, lines[-1] + 1))
     newest = max((new / "checkpoints").glob("step-*"))

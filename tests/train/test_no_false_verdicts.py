@@ -15,7 +15,7 @@ from phalanx.checkpoint.storage.latest import read_latest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
-STEPS = 30
+STEPS = 12
 EACH_STEP: dict[str, Any] = {
     "train.steps": STEPS,
     "checkpoint.every_steps": 1,

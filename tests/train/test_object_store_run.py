@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.kills.campaign import KEEPER, PERSISTER
 from support.kills.run import TinyRun, kill
-from test_background_runs import Runner, SharedRun, end_killed, until
+from test_background_runs import UNDISTURBED, Runner, SharedRun, end_killed, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
@@ -30,7 +30,7 @@ from phalanx.checkpoint.storage.location import open_store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
-STEPS = 30
+STEPS = 20
 GUARD_S = 180.0
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 EVERY_METHOD = ("GET", "HEAD", "PUT", "POST", "DELETE")
@@ -99,7 +99,7 @@ def latest_of(store: Store) -> Latest:
 def test_killed_with_its_keeper_while_it_uploads_it_goes_on_from_what_is_durable(
     runner: StoredRunner, url: str
 ) -> None:
-    straight = runner.run("straight", {"train.steps": STEPS})
+    straight = runner.run("straight", UNDISTURBED | {"train.steps": STEPS})
     with runner.kept(straight):
         runner.end(runner.start(straight), straight)
     uploading, killed = threading.Event(), threading.Event()
@@ -223,6 +223,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.campaign(but=("no credentials", "read only"))
 @pytest.mark.parametrize("what", REFUSED)
 def test_storage_that_cannot_be_written_is_told_before_training(runner: StoredRunner, url: str, what: str) -> None:
     other, environment, refusal, cause = REFUSED[what]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,31 @@ from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.launch_messages import RankSpec, Returned
 from phalanx.launch.rank_failures import Failure
-from phalanx.launch.rank_process import execute_rank
 from phalanx.train import session, start
 from phalanx.train.ranks import Ranks
 
 GUARD_S = 120.0
 
 
+@pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize("target", ["fail_under_our_launcher", "fail_under_another_launcher"])
 def test_a_failure_is_reported_before_the_rank_closes_its_connections(target: str) -> None:
     """Whoever started it ends all ranks as soon as one of the others says that it has lost this one."""
     path = [str(Path(__file__).parent), *sys.path]
     worker = Worker(0, 0, 2, 1, "127.0.0.1", 1)
     name = f"{rank_end_targets.__name__}:{target}"
-    process = execute_rank(
-        RankSpec(worker, Share(None, 1), None, name, (), dict(os.environ), path, ["rank"]), time.monotonic_ns()
-    )
+    spec = RankSpec(worker, Share(None, 1), None, name, (), dict(os.environ), path, ["rank"])
+    context = multiprocessing.get_context("forkserver")  # that of `commands`, which has imported torch
+    reports, sender = context.Pipe(duplex=False)
+    process = context.Process(target=rank_end_targets.become, args=(spec, sender))
+    process.start()
+    sender.close()
     try:
-        assert process.reports.poll(GUARD_S), "it waits for others, who only end when it is gone"
-        heard = process.reports.recv()
+        assert reports.poll(GUARD_S), "it waits for others, who only end when it is gone"
+        heard = reports.recv()
     finally:
-        process.signal(9)
-        os.waitid(os.P_PID, process.pid, os.WEXITED)
+        process.kill()
+        process.join()
     assert isinstance(heard, (Failure, Returned)) and heard.status == 2
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,19 @@ def recorded(folder: Path, commands: Commands, changes: dict[str, Any], run: str
     return folder / run
 
 
+@pytest.fixture(scope="module")
+def trace_of(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Callable[[str], Trace]:
+    """What a run in a layout recorded, which runs once."""
+    return cache(lambda layout: Trace.open(recorded(tmp_path_factory.mktemp("run"), commands, LAYOUTS[layout])))
+
+
 @pytest.mark.campaign(but=("pipeline and tensor",))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_and_exposed_communication_add_up_to_the_step(tmp_path: Path, commands: Commands, layout: str) -> None:
-    changes = LAYOUTS[layout]
+def test_parts_and_exposed_communication_add_up_to_the_step(trace_of: Callable[[str], Trace], layout: str) -> None:
     ranks = 1
     for axis in ("replicate", "pipeline", "tensor"):
-        ranks *= changes.get(f"parallel.{axis}", 1)
-    trace = Trace.open(recorded(tmp_path, commands, changes))
+        ranks *= LAYOUTS[layout].get(f"parallel.{axis}", 1)
+    trace = trace_of(layout)
     times = trace.sql("select rank, step, sum(step_ns) as ns from steps group by all order by all").to_pylist()
     assert [(row["rank"], row["step"]) for row in times] == [
         (rank, step) for rank in range(ranks) for step in range(1, STEPS + 1)
@@ -74,9 +81,8 @@ def test_parts_and_exposed_communication_add_up_to_the_step(tmp_path: Path, comm
     assert overlaps.to_pylist() == [{"n": 0}]
 
 
-def test_passes_messages_and_groups_are_those_of_the_layout(tmp_path: Path, commands: Commands) -> None:
-    changes = {"parallel.pipeline": 2, "parallel.tensor": 2, "checkpoint.mode": "background"}
-    trace = Trace.open(recorded(tmp_path, commands, changes))
+def test_passes_messages_and_groups_are_those_of_the_layout(trace_of: Callable[[str], Trace]) -> None:
+    trace = trace_of("pipeline and tensor")
     passes = trace.sql(
         "select kind, chunk, min(micro_batch) first, max(micro_batch) last, count(*) / count(distinct (rank, step)) n"
         " from spans where kind in ('forward', 'backward') group by all order by all"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,43 @@ import torch
 from checkpoint_helpers import rewrite
 from support.open_checkpoint import open_checkpoint
 from support.parity import reshard as resharding
-from support.parity.reshard import moved, process_rank, reshard
+from support.parity.reshard import Moved, moved, process_rank, reshard
 from train_helpers import copies
 
 from phalanx.launch.environment import Worker
 from phalanx.train.config import RunConfig
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
 PAIRS = [
-    ("single", "pp2 fs2 tp2"),
+    ("pp2 zbv", "fs2 zero 3"),
     ("pp2 zbv", "single"),
+    ("single", "pp2 fs2 tp2"),
     ("fs2 zero 3", "tp2"),
     ("fs2 zero 3", "cp2 ring"),
 ]
-FEWER_BITS = [("fs2 zero 3", "pp2 zbv"), ("single", "pp2 fs2 tp2")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_runs() -> Iterator[None]:
+    """Of the benchmark's, and without measuring the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.train.assemble.measure_peak", lambda _device: None)
+        patch.setattr(resharding, "SAVED_STEP", 3)
+        patch.setattr(resharding, "LAST_STEP", 6)
+        patch.setitem(resharding.SETTINGS, "checkpoint.every_steps", 3)
+        patch.setitem(resharding.SETTINGS, "train.steps", 6)
+        patch.setitem(resharding.SETTINGS, "train.global_batch", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pairs")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[Moved]:
+    """What came of all pairs, in `folder`."""
+    return reshard(folder, PAIRS, by_threads)
 
 
 def by_threads(config: RunConfig) -> None:
@@ -58,60 +81,59 @@ def by_threads(config: RunConfig) -> None:
         raise errors[0]
 
 
-def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
-    (found,) = reshard(tmp_path, [("pp2 zbv", "fs2 zero 3")], by_threads)
-    assert found.passes, found
-
-
 @pytest.mark.slow
-def test_runs_go_on_in_layouts_of_other_axes_and_sizes(tmp_path: Path) -> None:
-    found = reshard(tmp_path, PAIRS, by_threads)
+def test_runs_go_on_in_layouts_of_other_axes_and_sizes(found: list[Moved]) -> None:
     assert [(pair.saved, pair.loaded) for pair in found] == PAIRS
     assert all(pair.passes for pair in found), found
 
 
-@pytest.mark.campaign(but=("16-pairs1",))
+@pytest.mark.campaign(but=("8-fs2 zero 3-pp2 zbv",))
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "pairs"), [(8, FEWER_BITS), (16, FEWER_BITS[-1:])])
+@pytest.mark.parametrize(
+    ("bits", "saved", "loaded"),
+    [(8, "fs2 zero 3", "pp2 zbv"), (8, "single", "pp2 fs2 tp2"), (16, "single", "pp2 fs2 tp2")],
+)
 def test_moments_of_fewer_bits_move_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int, pairs: list[tuple[str, str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int, saved: str, loaded: str
 ) -> None:
     """Codes and scales go with the rows: blocks never cross them, so no layout rounds differently."""
     monkeypatch.setitem(resharding.SETTINGS, "optim.state_bits", bits)
     monkeypatch.setitem(resharding.SETTINGS, "model.hidden", 64)
-    found = reshard(tmp_path, pairs, by_threads)
-    assert all(pair.passes for pair in found), found
-    saved = open_checkpoint(list(copies(tmp_path / "single to pp2 fs2 tp2"))[-1]).read()
-    kinds = {saved[f"optim.{name}.exp_avg"].dtype for name in ("layers.0.attention.q", "layers.0.mlp.up")}
+    (pair,) = reshard(tmp_path, [(saved, loaded)], by_threads)
+    assert pair.passes, pair
+    last = open_checkpoint(list(copies(tmp_path / f"{saved} to {loaded}"))[-1]).read()
+    kinds = {last[f"optim.{name}.exp_avg"].dtype for name in ("layers.0.attention.q", "layers.0.mlp.up")}
     assert kinds == {torch.uint8 if bits == 8 else torch.bfloat16}
 
 
-@pytest.mark.campaign(but=("lamb",))
+@pytest.mark.campaign(but=("fs2 zero 3-pp2 zbv-lamb",))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "came"])
-def test_state_of_rows_and_columns_moves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(("saved", "loaded"), [("fs2 zero 3", "pp2 zbv"), ("single", "fs2 zero 3")])
+def test_state_of_rows_and_columns_moves_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, loaded: str, name: str
+) -> None:
     monkeypatch.setitem(resharding.SETTINGS, "optim.name", name)
     monkeypatch.setitem(resharding.SETTINGS, "optim.lr", 1e-4)
-    pairs = [("fs2 zero 3", "pp2 zbv"), ("single", "fs2 zero 3")]
-    found = reshard(tmp_path, pairs, by_threads)
-    assert all(pair.passes for pair in found), found
+    (pair,) = reshard(tmp_path, [(saved, loaded)], by_threads)
+    assert pair.passes, pair
 
 
-def test_the_comparison_sees_other_state_and_other_figures(tmp_path: Path) -> None:
+def test_the_comparison_sees_other_state_and_other_figures(folder: Path, found: list[Moved]) -> None:
     """What the benchmark calls equal is what nothing was done to."""
-    (right,) = reshard(tmp_path, [("single", "pp2 zbv")], by_threads)
+    right = found[PAIRS.index(("pp2 zbv", "single"))]
     assert right.passes and right.losses < 1e-6
-    copy = tmp_path / "single to pp2 zbv"
+    copy = folder / "pp2 zbv to single"
     (resaved,) = (copy / "resaved").iterdir()
     manifest = json.loads((resaved / "manifest.json").read_text())
-    assert manifest["state"]["samples"] == 80
+    assert manifest["state"]["samples"] == 12
     lines = (copy / "metrics.jsonl").read_text().splitlines()
     where = max(index for index, line in enumerate(lines) if json.loads(line)["kind"] == "step") - 1
     one = json.loads(lines[where])
     assert one["kind"] == "step"
     lines[where] = json.dumps(one | {"loss": one["loss"] * (1 + 1e-4)})
     (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert moved(tmp_path, "single", "pp2 zbv").losses == pytest.approx(1e-4, rel=0.02)
+    assert moved(folder, "pp2 zbv", "single").losses == pytest.approx(1e-4, rel=0.02)
     other = list(copies(copy))[-1]  # of the last step
     assert other.name != resaved.name
     for path in list(resaved.iterdir()):
@@ -119,7 +141,7 @@ def test_the_comparison_sees_other_state_and_other_figures(tmp_path: Path) -> No
     for path in other.iterdir():
         (resaved / path.name).write_bytes(path.read_bytes())
     rewrite(resaved, lambda tree: tree.update(step=int(resaved.name.removeprefix("step-"))))
-    different = moved(tmp_path, "single", "pp2 zbv").different
+    different = moved(folder, "pp2 zbv", "single").different
     assert "samples" in different and "model.embedding" in different
     assert any(name.startswith("optim.") for name in different)
 
