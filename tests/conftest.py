@@ -15,8 +15,8 @@ import pytest
 from hypothesis import settings
 
 # How long an example takes is the machine's affair: a busy one must not make a test fail. The examples of a test are
-# the same everywhere, so that what passed here passes there; HYPOTHESIS_PROFILE=explore looks for others.
-settings.register_profile("phalanx", deadline=None, derandomize=True)
+# the same everywhere, so that what passed here passes there; HYPOTHESIS_PROFILE=explore looks for others, and more.
+settings.register_profile("phalanx", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "phalanx"))
 
