@@ -62,7 +62,8 @@ async def evidence_of_stuck_ranks(folder: Path, program: Path | None) -> message
         pids = (await driver.until(messages.Started)).pids
         await driver.until(messages.Heartbeat, lambda beat: [w.steps_here for w in workers_of(beat)] == [1, 1, 1])
         os.kill(pids[2], signal.SIGSTOP)
-        await until_state(pids[2], "T")
+        for rank, state in enumerate("SST"):  # one has said its step before it is stuck
+            await until_state(pids[rank], state)
         executor.hear(messages.Gather(1, [], WITHIN_S))
         return await driver.until(messages.Evidence)
     finally:

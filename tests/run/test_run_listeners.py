@@ -122,6 +122,7 @@ def test_nothing_of_a_job_on_one_machine_is_reached_from_another(tmp_path: Path,
     assert not reached
 
 
+@pytest.mark.campaign(but=("127.0.0.2-2-127.0.0.2", "127.0.0.2-1-127.0.0.1"))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "hosts", "at"),
