@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from run_executor_parts import GUARD_S, Monitor, make_executor, workers_of
+from run_executor_parts import GUARD_S, Monitor, WithoutTorch, make_executor, workers_of
 
 from phalanx.detect.hangs.python_stacks import main_stack
 from phalanx.detect.hangs.stack_dumps import py_spy_program, stacks_of
@@ -53,7 +53,7 @@ def monitor(program: Path | None):  # type: ignore[no-untyped-def]
 
 
 async def evidence_of_stuck_ranks(folder: Path, program: Path | None) -> messages.Evidence:
-    executor, driver = make_executor(folder, SCRIPT, monitor(program))
+    executor, driver = make_executor(folder, SCRIPT, monitor(program), kind=WithoutTorch)
     task = asyncio.create_task(executor.run())
     try:
         executor.hear(messages.Welcome(1, "j", 0, 0.05))
@@ -88,7 +88,6 @@ def gathered(folder: Path, program: Path | None) -> dict[int, messages.RankEvide
     return found
 
 
-@pytest.mark.slow
 def test_without_py_spy_ranks_write_their_own_stacks_also_with_the_gil_held(tmp_path: Path) -> None:
     found = gathered(tmp_path, Path("/no/such/py-spy"))
     assert main_stack(found[0].stacks)[0].name == "deadlock_in_c"
@@ -97,7 +96,6 @@ def test_without_py_spy_ranks_write_their_own_stacks_also_with_the_gil_held(tmp_
     assert not list(tmp_path.glob("pages/*"))
 
 
-@pytest.mark.slow
 def test_py_spy_sees_one_that_is_stopped_too(tmp_path: Path) -> None:
     program = py_spy_program()
     if program is None or not stacks_of(os.getpid(), time.monotonic() + GUARD_S, program=program).text:
