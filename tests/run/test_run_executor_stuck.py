@@ -24,19 +24,21 @@ import ctypes, os, time
 from phalanx.core.progress import own_progress
 
 page = own_progress(os.environ, int(os.environ["PHALANX_RUN_ATTEMPT"]))
+page.step(1)  # also tells what was imported; whoever waits after the second one is stuck
+lock = ctypes.PyDLL(None).pthread_mutex_lock  # holds the GIL
 
 def deadlock_in_c():
-    page.step(1)
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # holds the GIL
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    lock(mutex)
+    page.step(2)
+    lock(mutex)
 
 def sleep_for_ever():
-    page.step(1)
+    page.step(2)
     while True:
         time.sleep(100)
 
 def stopped():
-    page.step(1)
+    page.step(2)
     while True:
         time.sleep(0.01)
 
@@ -60,7 +62,7 @@ async def evidence_of_stuck_ranks(folder: Path, program: Path | None) -> message
         executor.hear(messages.Prepare(["script.py"], False, str(folder), {}, []))
         executor.hear(messages.Start(1, [0, 1, 2], 3, 0, 1, "127.0.0.1", 1))
         pids = (await driver.until(messages.Started)).pids
-        await driver.until(messages.Heartbeat, lambda beat: [w.steps_here for w in workers_of(beat)] == [1, 1, 1])
+        await driver.until(messages.Heartbeat, lambda beat: [w.step for w in workers_of(beat)] == [2, 2, 2])
         os.kill(pids[2], signal.SIGSTOP)
         for rank, state in enumerate("SST"):  # one has said its step before it is stuck
             await until_state(pids[rank], state)
@@ -82,7 +84,7 @@ def gathered(folder: Path, program: Path | None) -> dict[int, messages.RankEvide
     evidence = asyncio.run(asyncio.wait_for(evidence_of_stuck_ranks(folder, program), 2 * GUARD_S))
     assert evidence.seconds < WITHIN_S + 10  # the limit, and what a busy machine adds
     found = {one.rank: one for one in evidence.ranks}
-    assert [found[rank].step for rank in range(3)] == [1, 1, 1]
+    assert [found[rank].step for rank in range(3)] == [2, 2, 2]
     assert [found[rank].state for rank in range(3)] == ["S", "S", "T"]
     assert all("s of CPU between two looks" in one.note for one in found.values())
     return found
