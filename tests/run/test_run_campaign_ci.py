@@ -1,6 +1,7 @@
 """Cases of the fault campaign with the real command, each in folders of its own.
 
-A small one, and twelve of four hosts of two gloo ranks and a spare. The others are run by ``benchmarks/run_campaign.py``; see docs/faults.md.
+A small one, and twelve of four hosts of two gloo ranks and a spare. The others are run by
+``benchmarks/run_campaign.py``; see docs/faults.md.
 """
 
 from __future__ import annotations

@@ -183,6 +183,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(tmp_path: Path) -> None:
         assert job.events("stop-asked")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_what_all_ranks_raise_ends_the_job_at_once(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(RAISES)

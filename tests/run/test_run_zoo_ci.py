@@ -76,7 +76,7 @@ def item_params(item: pytest.Item) -> dict[str, Healthy | Hang]:
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
-@pytest.mark.campaign(but=("svd",))
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HEALTHY_HERE, ids=lambda case: case.name)
 def test_a_healthy_script_is_left_alone(case: Healthy, results: dict[str, Result]) -> None:
