@@ -78,7 +78,7 @@ raise ValueError("the data is wrong")
 """
 
 STEPS = 100
-ONE_HOST = ("--hosts", "1", "--workers-per-host", "2")
+ONE_HOST = ("--hosts", "1", "--workers-per-host", "2", "--set", "run.policy.joining_check=passive")
 HOSTS = ("--hosts", "2", "--workers-per-host", "1", "--spares", "1")
 
 
