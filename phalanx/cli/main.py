@@ -86,17 +86,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     yield_idle_cores()
     with _stdout():
         status = _status_of(arguments)
-    sys.exit(status)
+    raise status if isinstance(status, SystemExit) else SystemExit(status)
 
 
-def _status_of(arguments: list[str] | None) -> int | str | None:
-    """Run the command; its exit status, as `sys.exit` takes it."""
+def _status_of(arguments: list[str] | None) -> int | SystemExit:
+    """Run the command; its exit status, or the exit that it asked for, which may tell its launcher why."""
     try:
         try:
             returned = group.main(args=arguments, prog_name="phalanx", standalone_mode=False)
-            status: int | str | None = returned if isinstance(returned, int) else 0
+            status: int | SystemExit = returned if isinstance(returned, int) else 0
         except SystemExit as ended:
-            status = ended.code
+            status = ended
         if sys.stdout is not None:
             sys.stdout.flush()
         return status

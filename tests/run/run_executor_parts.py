@@ -6,11 +6,12 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from phalanx.detect.hangs.socket_activity import StillnessWatch
+from phalanx.launch.warm_template import WarmTemplate
 from phalanx.run import messages
 from phalanx.run.executor.executor import Executor
 from phalanx.run.executor.flight_recorder import Subject
@@ -95,6 +96,13 @@ class Monitor:
         return messages.Hello(1, "h", "127.0.0.1", 2, 2, [], "left", "boot", os.getpid(), 0, [])
 
 
+class WithoutTorch(Executor):
+    """Its template imports nothing, for scripts that need nothing: torch takes three seconds."""
+
+    def _make_template(self, prepare: messages.Prepare) -> WarmTemplate:
+        return replace(super()._make_template(prepare), preload=(), learnt=prepare.preload)
+
+
 def make_executor(
     folder: Path,
     script: str,
@@ -102,6 +110,7 @@ def make_executor(
     clock: Callable[[], float] = time.monotonic,
     address: str = "127.0.0.1",
     hosts: int = 1,
+    kind: type[Executor] = Executor,
 ) -> tuple[Executor, Driver]:
     (folder / "script.py").write_text(script)
     (folder / "own_part.py").write_text("")
@@ -109,7 +118,7 @@ def make_executor(
     driver = Driver()
     pages, logs = folder / "pages", folder / "logs"
     context = HostContext("h", address, "left", dict(os.environ), pages, logs, driver_lost_s=10.0, hosts=hosts)
-    return Executor(context, driver, Reaper(), monitor or Monitor(), clock=clock), driver
+    return kind(context, driver, Reaper(), monitor or Monitor(), clock=clock), driver
 
 
 def workers_of(beat: messages.Heartbeat) -> list[messages.WorkerState]:

@@ -1,6 +1,7 @@
-"""Twelve cases of the fault campaign with the real command, each in folders of its own; under six minutes in all.
+"""Cases of the fault campaign with the real command, each in folders of its own.
 
-Four hosts of two gloo ranks and a spare. The others are run by ``benchmarks/run_campaign.py``; see docs/faults.md.
+A small one, and twelve of four hosts of two gloo ranks and a spare. The others are run by
+``benchmarks/run_campaign.py``; see docs/faults.md.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.faults.campaign import ci_cases, generate
-from phalanx.faults.case_manifest import Manifest
+from phalanx.faults.campaign import ci_cases, family_of, generate
+from phalanx.faults.case_manifest import Cluster, Manifest
 from phalanx.run.campaign.case_run import run_case
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.slow]
@@ -26,11 +27,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("results")
 
 
-@pytest.mark.campaign(but=("073-link-cut--host-3", "008-exception-recurring--rank-7"))
-@pytest.mark.parametrize("case", ci_cases(generate(SEED)), ids=lambda case: case.id)
-def test_the_right_thing_is_done(case: Manifest, results: Path) -> None:
+def right(case: Manifest, results: Path) -> None:
+    """See that a case ends as it should."""
     score = run_case(case, results, guard_s=GUARD_S)
     explained = results / "explained" / case.id
     assert score.problems == [], (explained / "story.txt").read_text()
     assert score.outcome == "right"
     assert score.orphans == 0 and not score.wrong_evictions
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", ci_cases(generate(SEED)), ids=lambda case: case.id)
+def test_the_right_thing_is_done(case: Manifest, results: Path) -> None:
+    right(case, results)
+
+
+def test_a_small_job_that_loses_an_executor_is_judged_right(tmp_path: Path) -> None:
+    cases = generate(SEED, Cluster(hosts=2, workers_per_host=1, spares=1))
+    right(next(case for case in cases if family_of(case) == "executor-killed"), tmp_path)

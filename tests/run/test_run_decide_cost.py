@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 
+import pytest
 from decide_helpers import World, attempt_runs, running
 
 from phalanx.run.decide import events as ev
@@ -42,6 +43,7 @@ def measure(world: World) -> dict[str, list[float]]:
     return spent
 
 
+@pytest.mark.campaign
 def test_the_cost_of_a_call_is_shown_for_1600_hosts(capsys):
     world = story()
     spent = measure(world)

@@ -58,6 +58,7 @@ def run(cluster: Cluster, step_s: float, steps: int, config: SlowConfig | None =
     return named
 
 
+@pytest.mark.campaign(but=("1-4.0", "2-0.05"))
 @pytest.mark.parametrize("step_s", [4.0, 0.8, 0.25, 0.05])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_one_host_of_256_that_is_a_tenth_slower_is_named_within_200_steps(seed: int, step_s: float) -> None:
@@ -68,6 +69,7 @@ def test_one_host_of_256_that_is_a_tenth_slower_is_named_within_200_steps(seed: 
     assert named[0][1] <= 300 + settled
 
 
+@pytest.mark.campaign(but=("0-0.8", "1-0.05"))
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0.8, 0.05])
 @pytest.mark.parametrize("seed", range(10))

@@ -61,9 +61,8 @@ def test_its_host_is_blamed_and_the_job_goes_on_from_before(tmp_path: Path) -> N
     (tmp_path / "training.py").write_text(SCRIPT.format(marker=str(tmp_path / "flipped")))
     script = ["training.py", "train", "tiny.toml", *tiny.overrides(tmp_path, tmp_path / "out", SETTINGS)]
     try:
-        with Job(
-            tmp_path, ["--hosts", "3", "--workers-per-host", "1", "--", *script], {VARIABLE: str(keepers / "job")}
-        ) as job:
+        words = ["--hosts", "3", "--workers-per-host", "1", "--set", "run.policy.joining_check=passive"]
+        with Job(tmp_path, [*words, "--", *script], {VARIABLE: str(keepers / "job")}) as job:
             job.wait_for(lambda: job.commands[-1].poll() is not None, GUARD_S)
             assert job.commands[-1].returncode == 0, job.output
             failed, passed = job.events("worker-failed"), job.events("check-passed")

@@ -77,8 +77,9 @@ dist.init_process_group("gloo")
 raise ValueError("the data is wrong")
 """
 
-STEPS = 150
-HOSTS = ("--hosts", "2", "--workers-per-host", "1")
+STEPS = 100
+ONE_HOST = ("--hosts", "1", "--workers-per-host", "2", "--set", "run.policy.joining_check=passive")
+HOSTS = ("--hosts", "2", "--workers-per-host", "1", "--spares", "1")
 
 
 class Training:
@@ -88,7 +89,7 @@ class Training:
         folder.mkdir()
         (folder / "train.py").write_text(SCRIPT)
         self.folder = folder
-        self.job = Job(folder, [*HOSTS, *options, "--", "train.py", str(steps)])
+        self.job = Job(folder, [*options, "--", "train.py", str(steps)])
 
     def pids(self, rank: int) -> list[int]:
         """Processes that have been this rank, in order."""
@@ -123,7 +124,7 @@ def ends(job: Job, command_status: int, within_s: float = 300.0) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]:
     """The last state of a run whose ranks nobody disturbs; but its driver is killed, which must not matter."""
-    training = Training(tmp_path_factory.mktemp("job") / "undisturbed", STEPS)
+    training = Training(tmp_path_factory.mktemp("job") / "undisturbed", STEPS, *ONE_HOST)
     with training.job as job:
         job.wait_for(lambda: training.steps(0) >= 10 and job.events("running"))
         ranks = [*training.pids(0), *training.pids(1)]
@@ -156,7 +157,7 @@ def test_a_killed_driver_does_not_disturb_training(undisturbed: dict[str, bytes]
 def test_a_killed_rank_and_a_killed_host_change_nothing_of_the_result(
     tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    training = Training(tmp_path / "disturbed", STEPS, "--spares", "1")
+    training = Training(tmp_path / "disturbed", STEPS, *HOSTS)
     with training.job as job:
         job.wait_for(lambda: training.steps(1) >= 10 and job.events("running"))
         os.kill(training.pids(1)[-1], signal.SIGKILL)
@@ -174,7 +175,7 @@ def test_a_killed_rank_and_a_killed_host_change_nothing_of_the_result(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_job_and_leaves_nothing(tmp_path: Path) -> None:
-    training = Training(tmp_path / "stopped", 10**6)
+    training = Training(tmp_path / "stopped", 10**6, *ONE_HOST)
     with training.job as job:
         job.wait_for(lambda: training.steps(0) >= 5)
         os.kill(job.commands[-1].pid, signal.SIGINT)
@@ -182,10 +183,11 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(tmp_path: Path) -> None:
         assert job.events("stop-asked")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_what_all_ranks_raise_ends_the_job_at_once(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(RAISES)
-    with Job(tmp_path, [*HOSTS, "--", "wrong.py"]) as job:
+    with Job(tmp_path, [*ONE_HOST, "--", "wrong.py"]) as job:
         ends(job, 1)
         assert "ValueError: the data is wrong" in job.output
         log = job.run_folder / "logs" / "rank-0"
@@ -207,7 +209,7 @@ def test_a_script_that_crashes_every_few_seconds_goes_on_as_long_as_its_checkpoi
 
 @pytest.mark.slow
 def test_a_script_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
-    with Job(tmp_path, [*HOSTS, "--", "nothing.py"]) as job:
+    with Job(tmp_path, [*ONE_HOST, "--", "nothing.py"]) as job:
         ends(job, 2)
         assert "nothing.py" in job.output
         assert not (job.run_folder / "executors").exists()  # nothing had to be started to find that out

@@ -25,6 +25,7 @@ def losses(job: Job) -> list[str]:
     return [line for log in logs for line in log.read_text().split("\n") if "'loss'" in line]
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_killed_rank_changes_nothing_of_what_is_trained(tmp_path: Path) -> None:
     straight, killed = job_in(tmp_path / "straight"), job_in(tmp_path / "killed")

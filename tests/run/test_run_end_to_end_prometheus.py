@@ -92,6 +92,7 @@ def ranks_of(ran: Job) -> dict[str, list[int]]:
     return {one["name"]: one["ranks"] for one in json.loads(said(ran, "status", "--json"))["hosts"] if one["ranks"]}
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("slows", [True, False])
 def test_a_host_whose_metrics_vanish_is_told_by_the_driver(told: dict[bool, Future[None]], slows: bool) -> None:

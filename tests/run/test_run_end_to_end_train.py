@@ -68,7 +68,17 @@ def test_training_goes_on_from_memory_after_a_kill_bit_for_bit(tmp_path: Path) -
     plain = undisturbed(tmp_path, {**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: str(keepers / "alone")})
     assert sorted(plain) == list(range(1, STEPS + 1))
     overrides = tiny.overrides(tmp_path, tmp_path / "out", SETTINGS)
-    words = ["--hosts", "2", "--workers-per-host", "1", "-m", "phalanx", "train", "tiny.toml", *overrides]
+    words = [
+        "--workers-per-host",
+        "2",
+        "--set",
+        "run.policy.joining_check=passive",
+        "-m",
+        "phalanx",
+        "train",
+        "tiny.toml",
+        *overrides,
+    ]
     try:
         with TrainJob(tmp_path, words, {VARIABLE: str(keepers / "job")}) as job:
             job.wait_for(lambda: len(losses(tmp_path / "out")) >= 5, GUARD_S)

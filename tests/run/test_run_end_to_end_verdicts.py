@@ -76,6 +76,7 @@ def slow_job_fixture(tmp_path: Path) -> Iterator[Job]:
         yield found
 
 
+@pytest.mark.campaign
 def test_a_slow_host_is_one_verdict_in_events_status_and_files(slow_job: Job) -> None:
     slow_job.wait_for(lambda: trains(slow_job) and verdicts(slow_job), GUARD_S)
     seen = json.loads(said(slow_job, "status", "--json"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_executor_parts import GUARD_S, Driver, make_executor, workers_of
+from run_executor_parts import GUARD_S, Driver, WithoutTorch, make_executor, workers_of
 
 from phalanx.run import messages
 from phalanx.run.executor.executor import Executor
@@ -32,8 +32,10 @@ time.sleep(600)
 
 
 @asynccontextmanager
-async def an_executor(folder: Path) -> AsyncIterator[tuple[Executor, Driver]]:
-    executor, driver = make_executor(folder, SCRIPT)
+async def an_executor(
+    folder: Path, script: str = "", kind: type[Executor] = WithoutTorch
+) -> AsyncIterator[tuple[Executor, Driver]]:
+    executor, driver = make_executor(folder, script, kind=kind)
     task = asyncio.create_task(executor.run())
     try:
         yield executor, driver
@@ -53,10 +55,11 @@ def start(attempt: int, port: int = 1) -> messages.Start:
 @pytest.mark.slow
 def test_attempts_from_the_first_command_to_the_end(tmp_path: Path) -> None:
     async def story() -> None:
-        async with an_executor(tmp_path) as (executor, driver):
+        async with an_executor(tmp_path, SCRIPT, Executor) as (executor, driver):
             executor.hear(messages.Welcome(1, "j", 0, 0.05))
             executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
-            assert (await driver.until(messages.Prepared)).problem == ""
+            prepared = await driver.until(messages.Prepared)
+            assert prepared.problem == "" and "torch._dynamo" in prepared.learnt
             pids = await attempt_one(executor, driver)
             await refusals(executor, driver)
             await attempt_two(executor, driver)
@@ -133,22 +136,20 @@ async def attempt_two(executor: Executor, driver: Driver) -> None:
     assert time.monotonic() - began_s < 50  # SIGTERM was enough
 
 
-DEAF = """\
-import signal, time
+STEPS = """\
+import os, time
 from phalanx.core.progress import own_progress
-import os
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 own_progress(os.environ, int(os.environ["PHALANX_RUN_ATTEMPT"])).step(1)
 time.sleep(600)
 """
+DEAF = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{STEPS}"
 
 
 def test_a_second_stop_ends_the_grace_of_the_first(tmp_path: Path) -> None:
     async def story() -> None:
-        async with an_executor(tmp_path) as (executor, driver):
-            (tmp_path / "deaf.py").write_text(DEAF)
+        async with an_executor(tmp_path, DEAF) as (executor, driver):
             executor.hear(messages.Welcome(1, "j", 0, 0.2))
-            executor.hear(messages.Prepare(["deaf.py"], False, str(tmp_path), {}, []))
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
             executor.hear(start(1))
             await driver.until(
                 messages.Heartbeat,
@@ -165,10 +166,9 @@ def test_a_second_stop_ends_the_grace_of_the_first(tmp_path: Path) -> None:
     run(story)
 
 
-@pytest.mark.slow
 def test_the_first_step_of_all_ranks_is_told_before_the_next_heartbeat_is_due(tmp_path: Path) -> None:
     async def story() -> None:
-        async with an_executor(tmp_path) as (executor, driver):
+        async with an_executor(tmp_path, STEPS) as (executor, driver):
             executor.hear(messages.Welcome(1, "j", 0, 3600.0))
             executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
             executor.hear(start(1))
@@ -218,14 +218,13 @@ def test_a_script_that_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     run(story)
 
 
-@pytest.mark.slow
 def test_a_driver_that_comes_again_disturbs_nothing_of_its_attempt(tmp_path: Path) -> None:
     async def story() -> None:
-        async with an_executor(tmp_path) as (executor, driver):
+        async with an_executor(tmp_path, STEPS) as (executor, driver):
             executor.hear(messages.Welcome(1, "j", 0, 0.05))
             prepare = messages.Prepare(["script.py"], False, str(tmp_path), {}, [])
             executor.hear(prepare)
-            assert "torch._dynamo" in (await driver.until(messages.Prepared)).learnt
+            assert (await driver.until(messages.Prepared)).problem == ""
             executor.hear(start(2))
             pids = (await driver.until(messages.Started)).pids
             executor.hear(messages.Welcome(1, "j", 2, 0.05))
@@ -257,11 +256,10 @@ class Clock:
         return self.now_s
 
 
-@pytest.mark.slow
 def test_an_executor_without_driver_stays_as_long_as_something_runs(tmp_path: Path) -> None:
     async def story() -> None:
         clock = Clock()
-        executor, driver = make_executor(tmp_path, SCRIPT, clock=clock)
+        executor, driver = make_executor(tmp_path, STEPS, clock=clock, kind=WithoutTorch)
         task = asyncio.create_task(executor.run())
         executor.hear(messages.Welcome(1, "j", 0, 0.02))
         executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
@@ -287,7 +285,7 @@ def test_an_executor_without_driver_stays_as_long_as_something_runs(tmp_path: Pa
 def test_an_executor_that_no_driver_ever_wanted_leaves(tmp_path: Path) -> None:
     async def story() -> None:
         clock = Clock()
-        executor, driver = make_executor(tmp_path, SCRIPT, clock=clock)
+        executor, driver = make_executor(tmp_path, "", clock=clock)
         driver.connected = False
         clock.now_s = 10.0
         assert await asyncio.wait_for(executor.run(), GUARD_S) == 1

@@ -87,6 +87,7 @@ def test_an_attempt_ends_with_all_that_its_ranks_have_started_and_the_template_f
     }
 
 
+@pytest.mark.campaign(but=("subreaper",))
 def test_a_keeper_that_a_rank_has_started_outlives_all_and_helpers_of_the_executor_are_left_alone(
     way: str, folder: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_keeper_that_a_rank_has_started_outlives_all_and_helpers_of_the_execut
     assert is_listening(folder / "k")
 
 
+@pytest.mark.campaign(but=("cgroup",))
 def test_what_writes_the_spans_of_a_killed_rank_is_spared_and_ends_by_itself(way: str, folder: Path) -> None:
     assert run(way, "writer", folder) == {"gone": True, "left": [], "template": -signal.SIGKILL}
     steps = Trace.open(folder / "run").sql("select step, count(*) n from spans where kind = 'step' group by step")
@@ -101,6 +103,7 @@ def test_what_writes_the_spans_of_a_killed_rank_is_spared_and_ends_by_itself(way
     assert list((folder / "run" / "telemetry" / "spans").rglob("*.parquet"))  # all of it was brought to its end
 
 
+@pytest.mark.campaign(but=("cgroup",))
 def test_what_only_looks_like_a_keeper_is_ended(way: str, folder: Path) -> None:
     if way == "pid-namespace":
         pytest.skip("the keeper's address is taken: the guard has started one outside")
@@ -127,6 +130,7 @@ def test_what_runs_when_the_executor_is_killed_is_ended_too(way: str, folder: Pa
     os.close(descriptor)
 
 
+@pytest.mark.campaign(but=("pid-namespace",))
 def test_signals_that_mean_stop_reach_the_executor_through_its_guard(way: str, folder: Path) -> None:
     guard = start(way, "wait", folder)
     assert guard.stdout is not None

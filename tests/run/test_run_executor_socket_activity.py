@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -82,12 +82,19 @@ class Clock:
 def still_s(
     process: subprocess.Popen[bytes], watch: StillnessWatch, clock: Clock, looks: int = LOOKS, printed: int = 0
 ) -> float:
+    return still_of({"": process}, watch, clock, looks, printed)[""]
+
+
+def still_of(
+    ranks: Mapping[str, subprocess.Popen[bytes]], watch: StillnessWatch, clock: Clock, looks: int, printed: int = 0
+) -> dict[str, float]:
+    """For how long each of several ranks of one host stands still."""
     for number in range(looks):
-        watch.look([QuietRank(0, process.pid, (1, 2), printed * number)])
+        watch.look([QuietRank(rank, one.pid, (1, 2), printed * number) for rank, one in enumerate(ranks.values())])
         time.sleep(BETWEEN_S)
         clock.now_s += 2.0
     clock.now_s -= 2.0
-    return watch.still_s(0, (1, 2))
+    return {name: watch.still_s(rank, (1, 2)) for rank, name in enumerate(ranks)}
 
 
 @pytest.fixture
@@ -105,25 +112,6 @@ def needs_sock_diag() -> None:
         pytest.skip("the kernel does not tell of sockets")
 
 
-def needs_py_spy(watch: StillnessWatch) -> None:
-    if watch.program is None:
-        pytest.skip("py-spy is not installed")
-
-
-@pytest.mark.parametrize("text", [SLEEPS, SPINS], ids=["sleeps", "spins"])
-def test_what_sleeps_or_goes_round_in_one_place_stands_still(text: str, watch: StillnessWatch, clock: Clock) -> None:
-    needs_py_spy(watch)
-    with script(text) as process:
-        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
-
-
-@pytest.mark.parametrize("text", [WALKS, CHILD, WRITES], ids=["walks", "child", "writes"])
-def test_what_computes_or_writes_moves(text: str, watch: StillnessWatch, clock: Clock) -> None:
-    # One that walks is now and then seen in the same function at four looks running, which proves nothing.
-    with script(text) as process:
-        assert still_s(process, watch, clock, looks=3 * LOOKS) <= 2.0
-
-
 THREADS = """
 import os, threading
 def sort():
@@ -135,12 +123,6 @@ for _ in range(3):
 print(1, flush=True)
 threading.Event().wait()
 """
-
-
-def test_who_wants_a_core_and_gets_none_does_not_stand_still(watch: StillnessWatch, clock: Clock) -> None:
-    """Its main thread waits for others, and these for a core that other processes have, and for each other."""
-    with script(THREADS) as process, script(WALKS), script(WALKS), script(WALKS):
-        assert still_s(process, watch, clock) <= 2.0
 
 
 def test_a_rank_whose_steps_are_long_is_seen_before_it_may_count_as_hung() -> None:
@@ -191,23 +173,6 @@ IN_A_CHILD = "import os\nif not os.fork(): feed()"
 IN_A_THREAD = "threading.Thread(target=feed, daemon=True).start()"
 
 
-@pytest.mark.parametrize("where", [IN_A_CHILD, IN_A_THREAD], ids=["child", "thread"])
-def test_what_receives_moves_though_no_file_shows_it(where: str, watch: StillnessWatch, clock: Clock) -> None:
-    needs_sock_diag()
-    with script(DOWNLOADS.format(bytes=80_000, where=where)) as process:
-        assert still_s(process, watch, clock, looks=6) == 0.0
-
-
-def test_a_word_now_and_then_on_a_socket_is_no_movement(watch: StillnessWatch, clock: Clock) -> None:
-    with script(DOWNLOADS.format(bytes=100, where=IN_A_CHILD)) as process:
-        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
-
-
-def test_what_other_processes_receive_is_no_movement(watch: StillnessWatch, clock: Clock) -> None:
-    with script(SLEEPS) as process, script(DOWNLOADS.format(bytes=80_000, where=IN_A_CHILD)):
-        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
-
-
 TALKS = """
 import subprocess, sys
 talks = "import time\\nwhile True:\\n    print('x' * 99, flush=True)\\n    time.sleep({every_s})"
@@ -217,16 +182,6 @@ print(1, flush=True)
 for line in child.stdout:
     pass
 """
-
-
-def test_words_of_a_child_that_sleeps_in_between_are_movement(watch: StillnessWatch, clock: Clock) -> None:
-    with script(TALKS.format(every_s=0.1)) as process:
-        assert still_s(process, watch, clock, looks=8) == 0.0
-
-
-def test_who_waits_for_words_of_a_child_that_is_silent_stands_still(watch: StillnessWatch, clock: Clock) -> None:
-    with script(TALKS.format(every_s=600)) as process:
-        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
 
 
 RECEIVES = """
@@ -281,16 +236,47 @@ def sender(kind: str, every_s: float) -> Iterator[subprocess.Popen[bytes]]:
             thread.join()
 
 
-@pytest.mark.parametrize("kind", ["unix", "UDP"])
-def test_what_comes_by_a_socket_that_no_counter_has_is_movement(kind: str, watch: StillnessWatch, clock: Clock) -> None:
-    with sender(kind, every_s=0.01) as process:
-        assert still_s(process, watch, clock, looks=8) == 0.0
+def test_who_sleeps_waits_is_stopped_or_goes_round_in_one_place_stands_still(
+    watch: StillnessWatch, clock: Clock
+) -> None:
+    """Beside others that receive much, which is no movement of theirs."""
+    with ExitStack() as stack:
+        start = lambda text: stack.enter_context(script(text))  # noqa: E731
+        start(DOWNLOADS.format(bytes=80_000, where=IN_A_CHILD))
+        ranks = {
+            "sleeps": start(SLEEPS),
+            "hears a word now and then": start(DOWNLOADS.format(bytes=100, where=IN_A_CHILD)),
+            "waits for words of a child that is silent": start(TALKS.format(every_s=600)),
+            **{f"waits for {kind}": stack.enter_context(sender(kind, every_s=600)) for kind in ("unix", "UDP")},
+            "is stopped": start(WALKS),
+        }
+        os.kill(ranks["is stopped"].pid, signal.SIGSTOP)
+        if watch.program is not None:
+            ranks["goes round"] = start(SPINS)
+        assert still_of(ranks, watch, clock, looks=6) == dict.fromkeys(ranks, 2.0 * 5)
 
 
-@pytest.mark.parametrize("kind", ["unix", "UDP"])
-def test_who_waits_for_a_socket_and_is_looked_at_stands_still(kind: str, watch: StillnessWatch, clock: Clock) -> None:
-    with sender(kind, every_s=600) as process:
-        assert still_s(process, watch, clock, looks=6) == 2.0 * 5
+def test_who_computes_writes_receives_or_wants_a_core_moves(watch: StillnessWatch, clock: Clock) -> None:
+    with ExitStack() as stack:
+        start = lambda text: stack.enter_context(script(text))  # noqa: E731
+        computes = {
+            # Now and then it is seen in the same function at four looks running, which proves nothing.
+            "walks": start(WALKS),
+            "has a child that computes": start(CHILD),
+            "writes": start(WRITES),
+            # Its main thread waits for others, and these for a core that other processes have, and for each other.
+            "wants a core": start(THREADS),
+        }
+        receives = {
+            "hears a child that sleeps in between": start(TALKS.format(every_s=0.1)),
+            **{f"hears by {kind}": stack.enter_context(sender(kind, every_s=0.01)) for kind in ("unix", "UDP")},
+        }
+        if tcp_bytes() is not None:
+            for name, where in (("a child", IN_A_CHILD), ("a thread", IN_A_THREAD)):
+                receives[f"receives of {name}"] = start(DOWNLOADS.format(bytes=80_000, where=where))
+        found = still_of(computes | receives, watch, clock, looks=3 * LOOKS)
+        assert {name: found[name] for name in receives} == dict.fromkeys(receives, 0.0)
+        assert not {name: still_s for name, still_s in found.items() if still_s > 2.0}
 
 
 @pytest.mark.skipif(platform.machine() not in RECEIVING, reason="numbers of system calls are not known here")
@@ -376,12 +362,12 @@ def test_where_the_kernel_does_not_tell_of_sockets_nothing_is_known(monkeypatch:
 
 def test_output_is_movement(watch: StillnessWatch, clock: Clock) -> None:
     with script(SLEEPS) as process:
-        assert still_s(process, watch, clock, printed=10) == 0.0
+        assert still_s(process, watch, clock, looks=2, printed=10) == 0.0
 
 
 def test_a_long_call_of_a_compiled_library_moves(watch: StillnessWatch, clock: Clock) -> None:
-    needs_py_spy(watch)
-    pytest.importorskip("numpy")
+    if watch.program is None:
+        pytest.skip("py-spy is not installed")
     text = "import numpy as np\na = np.random.rand(4000, 4000)\nprint(1, flush=True)\nwhile True:\n    np.linalg.svd(a)"
     with script(text) as process:
         assert still_s(process, watch, clock) <= 2.0
@@ -389,23 +375,16 @@ def test_a_long_call_of_a_compiled_library_moves(watch: StillnessWatch, clock: C
 
 def test_where_stacks_cannot_be_read_cpu_time_is_movement(clock: Clock) -> None:
     watch = StillnessWatch(program=None, clock=clock)
-    with script(SPINS) as process:
-        assert still_s(process, watch, clock) == 0.0
-    with script(SLEEPS) as process:
-        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
-
-
-def test_a_stopped_process_stands_still_and_its_stack_is_read_all_the_same(watch: StillnessWatch, clock: Clock) -> None:
-    with script(WALKS) as process:
-        os.kill(process.pid, signal.SIGSTOP)
-        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+    with script(SPINS) as spins, script(SLEEPS) as sleeps:
+        found = still_of({"spins": spins, "sleeps": sleeps}, watch, clock, LOOKS)
+        assert found == {"spins": 0.0, "sleeps": 2.0 * (LOOKS - 1)}
 
 
 def test_another_pause_is_looked_at_anew_and_who_makes_steps_again_is_forgotten(
     watch: StillnessWatch, clock: Clock
 ) -> None:
     with script(SLEEPS) as process:
-        assert still_s(process, watch, clock) > 0
+        assert still_s(process, watch, clock, looks=2) > 0
         assert watch.still_s(0, (3, 4)) == -1.0 == watch.still_s(1, (1, 2))
         watch.look([QuietRank(0, process.pid, (3, 4))])
         assert watch.still_s(0, (3, 4)) == 0.0

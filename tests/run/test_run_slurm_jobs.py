@@ -143,6 +143,18 @@ def until_none_is_left(job: Job) -> None:
         time.sleep(0.2)
 
 
+def test_a_submitted_job_goes_on_after_a_killed_rank_and_ends_with_its_script(cluster: Cluster, tmp_path: Path) -> None:
+    with Job(cluster, tmp_path, "--hosts", "1") as job:
+        ((pid, node, _),) = job.trains(1, 0)
+        os.kill(pid, signal.SIGKILL)
+        ((_, again, step),) = job.trains(2, 0)
+        assert again == node and step >= 2, "it goes on in place, from its checkpoint"
+        assert job.finish() == 0, job.story()
+        assert "has ended with status 0" in job.said.read_text()
+        until_none_is_left(job)
+
+
+@pytest.mark.campaign
 def test_a_submitted_job_survives_a_rank_and_a_node(cluster: Cluster, tmp_path: Path) -> None:
     with Job(cluster, tmp_path, "--hosts", "2", "--spares", "1") as job:
         (_, first, _), (pid, lost, _) = job.trains(1, 0, 1)  # whichever were there first; that of rank 1 is not n1

@@ -144,7 +144,7 @@ def command(folder: Path, keepers: Path) -> list[str]:
     pem.write_bytes(make_certificate([f"{SUBNET}.1", "127.0.0.1"]))
     environment = {f"host-{number}": {VARIABLE: str(keepers / f"host-{number}")} for number in (1, 2)}
     options = {"network": "namespaces", "subnet": f"{SUBNET}.0/24", "environment": environment}
-    settings = {"run.listen": f"{SUBNET}.1:0", "run.backend_options": options}
+    settings = {"run.listen": f"{SUBNET}.1:0", "run.backend_options": options, "run.policy.joining_check": "passive"}
     settings |= {f"run.tls.{name}": str(pem) for name in ("certificate", "key", "authority")}
     training = tiny.SETTINGS | {
         "train.steps": 1_000_000,  # until it is ended

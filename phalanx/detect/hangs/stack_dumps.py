@@ -23,7 +23,8 @@ from phalanx.core.host import PROC
 from phalanx.ipc.processes import StartChild, dump_signal, read_process, send
 
 _POLL_S = 0.02
-_QUIET_S = 0.06  # without a new byte, and with a whole line at its end, what faulthandler writes is complete
+_QUIET_S = 0.06  # without a new byte, and with a frame at its end, what faulthandler writes is complete
+_ENDS_IN_FRAME = re.compile(rb"\n  [^\n]+\n\Z")
 _STOPPED = "Tt"
 _C_LIBRARY = ("libc.", "libc-", "libpthread", "ld-linux", "ld-musl", "linux-vdso", "[vdso]")
 _SHARE = 0.6  # of the time, for py-spy where the process can be asked too
@@ -180,7 +181,7 @@ def _by_itself(pid: int, dump: Path, until_s: float, proc: Path) -> Stacks:
                 if new := file.read(_MAX_BYTES):
                     written += new
                     quiet_since_s = now_s
-                elif written.endswith(b"\n") and now_s - quiet_since_s > _QUIET_S:
+                elif now_s - quiet_since_s > _QUIET_S and _ENDS_IN_FRAME.search(written):
                     break
                 time.sleep(_POLL_S)
     except OSError as error:

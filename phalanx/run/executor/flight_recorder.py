@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,7 @@ def collect(source: FlightSource, until_s: float) -> tuple[str, str]:
 
 _MARGIN_S = 0.15  # of the limit: for putting together what has come
 _LATE_S = 0.05  # of the limit: for saying that something was not done in time
+_STATE_S = 0.2  # of the limit at most: /proc answers at once, or not at all
 _REST_S = 0.25  # of the limit at most: between the two looks at CPU time
 _POLL_S = 0.02
 _TRACED = "t"
@@ -156,6 +157,7 @@ class _RankLook:
     progress: tuple[str, int] = ("", -1)
     flight: tuple[str, str] = ("", "")
     has_state: bool = False
+    was_seen: threading.Event = field(default_factory=threading.Event)
 
 
 def gather(
@@ -210,6 +212,7 @@ def _tasks(
     """What is asked of one rank, each by itself: one that hangs takes nothing along."""
 
     def ask_stacks() -> None:
+        look.was_seen.wait(_STATE_S)  # who is asked to write its stacks wakes up, and seems to compute
         try:
             look.stacks = stacks_of(subject.pid, until_s, program=program, dump=subject.dump, start=start, proc=proc)
         except Exception as error:  # ours, and so not evidence against the rank
@@ -231,10 +234,12 @@ def _watch(pid: int, look: _RankLook, until_s: float, proc: Path) -> None:
     first = read_process(pid, proc)
     look.has_state = True
     if first is None:
+        look.was_seen.set()
         return
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     look.state, look.cpu_s = first.state, first.cpu_ticks / ticks_per_s
     look.waits_in = waits_in(pid, proc)
+    look.was_seen.set()
     time.sleep(max(0.0, min(_REST_S, until_s - time.monotonic())))
     second = read_process(pid, proc)
     while second is not None and look.state == _TRACED and time.monotonic() < until_s:
