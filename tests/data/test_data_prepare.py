@@ -192,8 +192,8 @@ class TestManyProcesses:
         process.wait(timeout=240)
 
 
-    @pytest.mark.campaign(but=("1",))
 class TestKilled:
+    @pytest.mark.campaign(but=("1",))
     @pytest.mark.parametrize("workers", [1, 2])
     def test_a_killed_preparation_goes_on_to_the_same_result(self, tmp_path: Path, workers: int) -> None:
         config = corpus(tmp_path, count=20_000)
