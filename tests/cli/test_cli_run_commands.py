@@ -144,11 +144,50 @@ def kill_driver(place: Place, *, alone: bool = False) -> None:
     place.until(lambda: not psutil.pid_exists(driver) or psutil.Process(driver).status() == psutil.STATUS_ZOMBIE)
 
 
+def in_place(place: Place, *words: str) -> Said:
+    """Give one of the commands for runs, which take a job too."""
+    with contextlib.chdir(place.path):
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(group, list(words))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Said(result.exit_code, result.stdout, result.stderr)
+
+
+def check_commands_for_runs(place: Place) -> None:
+    """Of a job of two ranks, by its folder and its URL, also from another folder."""
+    url, token = place.card()["http"], str(place.run / "secret" / "token")
+    (place.path / "else").mkdir()
+    for words in (["runs/wait"], [], [url]):
+        told = in_place(place, "status", *words)
+        assert told.returncode == 0 and "host-1" in told.stdout, told
+    with contextlib.chdir(place.path / "else"):
+        told = CliRunner().invoke(group, ["status", url, "--driver-token", token, "--json"])
+        assert json.loads(told.stdout)["world_size"] == 2
+        lines = CliRunner().invoke(group, ["logs", url, "--driver-token", token, "--grep", "hello", "--rank", "1"])
+        assert lines.stdout.rstrip().endswith("[rank 1] hello from 1") and lines.stdout.count("hello") == 1
+    assert in_place(place, "logs", "runs/wait", "--grep", "hello").stdout.count("hello") == 2
+    assert in_place(place, "logs", "runs/wait", "--since", "0.001s").stdout == ""
+
+
+def check_token(place: Place) -> None:
+    """It is in no environment, command line or output."""
+    token = (place.run / "secret" / "token").read_text().strip()
+    for process in place.processes():
+        with contextlib.suppress(psutil.Error, OSError):
+            assert token not in " ".join(process.cmdline())
+            assert token not in Path(f"/proc/{process.pid}/environ").read_text(errors="replace")
+    for path in [path for path in place.path.rglob("*") if path.is_file() and path.parent.name != "secret"]:
+        assert token.encode() not in path.read_bytes(), path
+
+
 @pytest.mark.slow
 def test_a_detached_job_outlives_its_terminal_and_its_drivers_and_can_be_given_again(place: Place) -> None:
     in_terminal(place, "--detach", "--workers-per-host", "2", "--", "wait.py")
     assert "phalanx run attach" in (place.path / "terminal").read_text()
     place.until(lambda: sum("hello" in line for line in place.lines()) == 2)
+
+    check_commands_for_runs(place)
+    assert len(place.processes()) >= 3
+    check_token(place)
 
     first = place.card()["pid"]
     os.kill(first, signal.SIGKILL)
@@ -175,7 +214,12 @@ def test_a_detached_job_outlives_its_terminal_and_its_drivers_and_can_be_given_a
     assert unknown.returncode == 2 and "no host 'nobody'" in unknown.stderr
     watching = subprocess.Popen(place.words("attach"), cwd=place.path, stderr=subprocess.PIPE, text=True)
 
+    follow = [*place.words()[:-1], "logs", "-f"]
+    following = subprocess.Popen(follow, cwd=place.path, stdout=subprocess.PIPE, text=True)
+    assert following.stdout is not None and "hello" in following.stdout.readline()
+
     (place.path / "enough").touch()
+    assert "bye" in following.communicate(timeout=GUARD_S)[0] and following.returncode == 0
     assert "status 0" in watching.communicate(timeout=GUARD_S)[1]
     assert watching.returncode == 0
     assert place.until(lambda: place.card()["status"] is not None) is True and place.card()["status"] == 0
@@ -186,6 +230,11 @@ def test_a_detached_job_outlives_its_terminal_and_its_drivers_and_can_be_given_a
     late = place.call("stop")
     assert late.returncode == 2 and "is over" in late.stderr
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+    check_token(place)
+    for name in ("plain", "other"):
+        (place.path / "runs" / name).mkdir()
+        (place.path / "runs" / name / "metrics.jsonl").touch()
+    assert "job wait: ended with status 0: phalanx status runs/wait" in in_place(place, "status").stdout
 
     (place.path / "enough").unlink()
     again = place.call("-d", "--", "wait.py")
@@ -197,53 +246,6 @@ def test_a_detached_job_outlives_its_terminal_and_its_drivers_and_can_be_given_a
     assert stopped.returncode == 0 and "ended with status 5" in stopped.stdout
     assert (place.path / "saved-0").exists()
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
-
-
-@pytest.mark.slow
-def test_the_commands_for_runs_take_a_job_too_and_its_token_is_in_no_environment_command_line_or_output(
-    place: Place,
-) -> None:
-    def said(*words: str) -> Said:
-        with contextlib.chdir(place.path):
-            result = CliRunner(env={"COLUMNS": "200"}).invoke(group, list(words))
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return Said(result.exit_code, result.stdout, result.stderr)
-
-    command = place.begin("--workers-per-host", "2")
-    place.until(lambda: sum("hello" in line for line in place.lines()) == 2)
-    url, token_file = place.card()["http"], place.run / "secret" / "token"
-    token = token_file.read_text().strip()
-    ours = place.processes()
-    assert len(ours) >= 3
-    for process in ours:
-        with contextlib.suppress(psutil.Error, OSError):
-            assert token not in " ".join(process.cmdline())
-            assert token not in Path(f"/proc/{process.pid}/environ").read_text(errors="replace")
-    (place.path / "else").mkdir()
-    for words in (["runs/wait"], [], [url]):
-        told = said("status", *words)
-        assert told.returncode == 0 and "host-1" in told.stdout, told
-    with contextlib.chdir(place.path / "else"):
-        told = CliRunner().invoke(group, ["status", url, "--driver-token", str(token_file), "--json"])
-        assert json.loads(told.stdout)["world_size"] == 2
-        lines = CliRunner().invoke(
-            group, ["logs", url, "--driver-token", str(token_file), "--grep", "hello", "--rank", "1"]
-        )
-        assert lines.stdout.rstrip().endswith("[rank 1] hello from 1") and lines.stdout.count("hello") == 1
-    assert said("logs", "runs/wait", "--grep", "hello").stdout.count("hello") == 2
-    assert said("logs", "runs/wait", "--since", "0.001s").stdout == ""
-    following = subprocess.Popen([*place.words()[:-1], "logs", "-f"], cwd=place.path, stdout=subprocess.PIPE, text=True)
-    assert following.stdout is not None and "hello" in following.stdout.readline()
-    (place.path / "enough").touch()
-    assert "bye" in following.communicate(timeout=GUARD_S)[0] and following.returncode == 0
-    assert command.wait(GUARD_S) == 0
-    for path in [path for path in place.path.rglob("*") if path.is_file() and path.parent.name != "secret"]:
-        assert token.encode() not in path.read_bytes(), path
-    (place.path / "runs" / "plain").mkdir()
-    (place.path / "runs" / "plain" / "metrics.jsonl").touch()
-    (place.path / "runs" / "other").mkdir()
-    (place.path / "runs" / "other" / "metrics.jsonl").touch()
-    assert "job wait: ended with status 0: phalanx status runs/wait" in said("status").stdout
 
 
 @pytest.mark.campaign(but=("2",))

@@ -60,6 +60,7 @@ CASES = {
     "zbv, zero 3, recompute mlp": Case({"pipeline": 2, "shard": 2, "zero": 3, "schedule": "zbv"}, recompute="mlp"),
     "fs, tp, parallel block, recompute mlp": Case({"shard": 2, "tensor": 2}, PARALLEL_BLOCK, recompute="mlp"),
 }  # fmt: skip
+CASES = {name: dataclasses.replace(case, steps=3) for name, case in CASES.items()}
 
 
 @pytest.mark.campaign(
