@@ -141,7 +141,7 @@ def networks(network: Network) -> list[str]:
     return [name for name in found if name.startswith(prefix)]
 
 
-@pytest.mark.campaign(but=("run_wire.py", "run_campaign.py"))
+@pytest.mark.campaign(but=("run_wire.py",))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "started"),

@@ -64,7 +64,7 @@ def test_all_that_ranks_print_is_shown_before_the_end(tmp_path: Path, how: str, 
     assert re.match(r"(done|ended with status)", lines[last + 1 :][-1 if how == "return" else -3])
 
 
-@pytest.mark.campaign(but=("2-0",))
+@pytest.mark.campaign
 @pytest.mark.parametrize(("ranks", "shown"), [("2", "0"), ("1", "none")])
 def test_bad_input_of_a_training_is_bad_input_of_its_job_and_told_once(tmp_path: Path, ranks: str, shown: str) -> None:
     config = Path(__file__).parents[2] / "configs" / "python-stdlib.toml"

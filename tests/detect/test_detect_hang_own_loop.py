@@ -54,7 +54,7 @@ def test_the_page_shows_a_hang_and_a_healthy_pause() -> None:
     assert "Nothing wrong was found" in BLOCKS[1]["text"]
 
 
-@pytest.mark.campaign(but=("hang",))
+@pytest.mark.campaign
 @LOOKS
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block["case"])
 def test_a_real_loop_is_judged_as_the_page_shows(block: Mapping[str, str]) -> None:
