@@ -33,6 +33,7 @@ from phalanx.detect.hangs.span_hangs import judge_run
 from phalanx.detect.hangs.stack_dumps import py_spy_program, stacks_of
 from phalanx.faults.fault_schedule import Order
 from phalanx.faults.worker_faults import INJECTORS, Surroundings
+from phalanx.launch.rendezvous_store import open_store_socket
 from phalanx.parallel.mesh import Mesh
 from phalanx.telemetry.recording import Recording, open_recording
 from phalanx.telemetry.unfinished_spans import ranks_at_rest
@@ -169,13 +170,17 @@ def run_case(case: ProcessCase, folder: Path) -> dict[str, Any]:
     """Let it hang, and judge it."""
     run = folder / "run"
     (run / "telemetry").mkdir(parents=True)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = open_store_socket("127.0.0.1")
+    port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
     count, struck = case.layout.world_size, context.Semaphore(0)
-    ranks = [context.Process(target=_rank, args=(rank, case, run, store.port, struck)) for rank in range(count)]
+    ranks = [context.Process(target=_rank, args=(rank, case, run, port, struck)) for rank in range(count)]
     try:
         for one in ranks:
             one.start()
+        # Not before: its thread may hold a lock of libc's resolver, for which who is forked then would wait for ever.
+        fd = listener.detach()
+        _store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         if case.guilty:
             as_meant = all(struck.acquire(timeout=_START_S) for _ in case.guilty)
         else:
