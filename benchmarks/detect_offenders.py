@@ -94,10 +94,10 @@ def simulated(
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, "5 fleets of each kind", as_json=True)
+    parser = benchmark_parser(__doc__, "2 fleets of each kind", as_json=True)
     parser.add_argument("--seed", type=int, default=2600)
     options = parser.parse_args()
-    fleets = 5 if options.quick else 200
+    fleets = 2 if options.quick else 200
     figures: dict[str, Any] = {}
     if TRACE.exists():
         incidents = read_histories([TRACE])

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from phalanx.core.layout import Layout
+from phalanx.detect.detection import JudgeVerdict
 from phalanx.detect.hangs.hang_judge import HangContext, HangPolicy, judge_hang
 from phalanx.detect.hangs.python_stacks import main_stack
 from phalanx.detect.hangs.rank_places import RankPlaces
@@ -31,6 +33,7 @@ from phalanx.detect.hangs.span_hangs import judge_run
 from phalanx.detect.hangs.stack_dumps import py_spy_program, stacks_of
 from phalanx.faults.fault_schedule import Order
 from phalanx.faults.worker_faults import INJECTORS, Surroundings
+from phalanx.launch.rendezvous_store import open_store_socket
 from phalanx.parallel.mesh import Mesh
 from phalanx.telemetry.recording import Recording, open_recording
 from phalanx.telemetry.unfinished_spans import ranks_at_rest
@@ -38,7 +41,6 @@ from phalanx.telemetry.unfinished_spans import ranks_at_rest
 STEP = 4
 """In which it happens."""
 
-_STILL_S = 1.5
 _START_S = 60.0
 
 
@@ -79,12 +81,12 @@ CASES: tuple[ProcessCase, ...] = (
 )
 
 
-def _rank(rank: int, case: ProcessCase, run: Path, port: int) -> None:
+def _rank(rank: int, case: ProcessCase, run: Path, port: int, struck: Semaphore) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     recording = open_recording(run, rank=rank, attempt=0, is_first_of_host=rank == 0)
     mesh = Mesh(case.layout, rank, store, torch.device("cpu"), 600.0, 600.0, recorder=recording.recorder)
-    loop = _Loop(rank, case, recording, mesh)
+    loop = _Loop(rank, case, recording, mesh, struck)
     for step in range(1, 1000):
         with recording.step(step):
             loop.step(step)
@@ -93,8 +95,8 @@ def _rank(rank: int, case: ProcessCase, run: Path, port: int) -> None:
 class _Loop:
     """One rank's training loop: passes, tensor-parallel sums, messages of a pipeline, gradients."""
 
-    def __init__(self, rank: int, case: ProcessCase, recording: Recording, mesh: Mesh) -> None:
-        self._rank, self._case, self._recording, self._mesh = rank, case, recording, mesh
+    def __init__(self, rank: int, case: ProcessCase, recording: Recording, mesh: Mesh, struck: Semaphore) -> None:
+        self._rank, self._case, self._recording, self._mesh, self._struck = rank, case, recording, mesh, struck
         self._stage = case.layout.coordinates(rank).pipeline
 
     def _at(self, place: str, step: int) -> bool:
@@ -102,6 +104,7 @@ class _Loop:
         case = self._case
         if self._rank not in case.guilty or place != case.place or step != STEP:
             return False
+        self._struck.release()
         if case.fault in ("skip", "other"):
             return True
         act(case.fault)()
@@ -167,17 +170,22 @@ def run_case(case: ProcessCase, folder: Path) -> dict[str, Any]:
     """Let it hang, and judge it."""
     run = folder / "run"
     (run / "telemetry").mkdir(parents=True)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = open_store_socket("127.0.0.1")
+    port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    count = case.layout.world_size
-    ranks = [context.Process(target=_rank, args=(rank, case, run, store.port)) for rank in range(count)]
+    count, struck = case.layout.world_size, context.Semaphore(0)
+    ranks = [context.Process(target=_rank, args=(rank, case, run, port, struck)) for rank in range(count)]
     try:
         for one in ranks:
             one.start()
-        is_still = _until_still(run, count) if case.guilty else _until_steps(run, count)
-        began_s = time.perf_counter()
-        verdict = judge_run(run, HangPolicy(least_wait_s=1.0))
-        spans_s = time.perf_counter() - began_s
+        # Not before: its thread may hold a lock of libc's resolver, for which who is forked then would wait for ever.
+        fd = listener.detach()
+        _store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        if case.guilty:
+            as_meant = all(struck.acquire(timeout=_START_S) for _ in case.guilty)
+        else:
+            as_meant = _until_steps(run, count)
+        verdict, spans_s = _judged(run, is_awaited=bool(case.guilty))
         stacks, stacks_s = _by_stacks({rank: one.pid or 0 for rank, one in enumerate(ranks)})
     finally:
         for one in ranks:
@@ -186,7 +194,7 @@ def run_case(case: ProcessCase, folder: Path) -> dict[str, Any]:
         for one in ranks:
             one.join(10)
     named = sorted({rank for found in verdict.detections for who in found.who for rank in who.ranks})
-    right = is_still and named == list(case.guilty)
+    right = as_meant and named == list(case.guilty)
     return {
         "case": case.name,
         "layout": str(case.layout),
@@ -201,16 +209,19 @@ def run_case(case: ProcessCase, folder: Path) -> dict[str, Any]:
     }
 
 
-def _until_still(run: Path, count: int) -> bool:
-    """Wait until no rank has begun or ended anything for a while."""
+def _judged(run: Path, *, is_awaited: bool) -> tuple[JudgeVerdict, float]:
+    """What is said of a job, and how long that took. If a hang `is_awaited`, it is judged until one is found.
+
+    A judge waits for as long as a few steps usually take, and they take long on a machine that has much else to do.
+    """
     until_s = time.monotonic() + _START_S
-    while time.monotonic() < until_s:
-        found = ranks_at_rest(run)
-        started = [one for one in found if any(span.step >= STEP for span in one.begun)]
-        if len(started) == count and min(one.still_s for one in found) > _STILL_S:
-            return True
+    while True:
+        began_s = time.perf_counter()
+        verdict = judge_run(run, HangPolicy(least_wait_s=1.0))
+        took_s = time.perf_counter() - began_s
+        if verdict.detections or not is_awaited or time.monotonic() > until_s:
+            return verdict, took_s
         time.sleep(0.1)
-    return False
 
 
 def _until_steps(run: Path, count: int) -> bool:

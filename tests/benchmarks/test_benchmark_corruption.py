@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "detect_corruption.py"
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 
-@pytest.mark.campaign(but=("flips",))
-@pytest.mark.parametrize("part", ["flips", pytest.param("detectors", marks=pytest.mark.slow)])
+@pytest.mark.campaign
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["flips", "detectors"])
 def test_a_few_faults_are_found_and_named(part: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(SCRIPT), "--quick", "--part", part, "--json", str(out)]

@@ -141,6 +141,7 @@ def networks(network: Network) -> list[str]:
     return [name for name in found if name.startswith(prefix)]
 
 
+@pytest.mark.campaign(but=("run_wire.py",))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "started"),
@@ -152,6 +153,7 @@ def networks(network: Network) -> list[str]:
         ("run_recovery.py --sizes 1 --faults --cases torchrun", ["torch.distributed.run", " -u "]),
         ("run_campaign.py --only sigkill", ["phalanx.run.executor", "phalanx templat"]),
     ],
+    ids=["run_wire.py", "run_scale.py", "run_warm_start.py", "run_recovery.py", "torchrun", "run_campaign.py"],
 )
 def test_each_of_run_leaves_nothing_when_it_is_killed(tmp_path: Path, words: str, started: list[str]) -> None:
     script, *options = words.split()

@@ -254,6 +254,7 @@ def test_a_damaged_record_of_the_config(tmp_path: Path, commands: Commands, trai
     assert "config.json is damaged" in result.out and "step-" in result.out
 
 
+@pytest.mark.campaign(but=("300", "100000"))
 @pytest.mark.parametrize("limit_bytes", [300, 900, 3000, 12_000, 100_000])
 def test_a_disk_that_is_full(tmp_path: Path, commands: Commands, limit_bytes: int) -> None:
     """No file may grow beyond a limit, as on a disk that fills up: between the first file and a checkpoint."""

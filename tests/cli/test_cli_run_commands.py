@@ -135,11 +135,59 @@ def in_terminal(place: Place, *words: str) -> None:
     assert b"status 0" in said, said.decode()
 
 
+def kill_driver(place: Place, *, alone: bool = False) -> None:
+    """And who would start it again, unless it `alone` dies."""
+    names = [] if alone else ["supervisor.json"]
+    for pid in [*(json.loads((place.run / name).read_text())["pid"] for name in names), place.card()["pid"]]:
+        os.kill(pid, signal.SIGKILL)
+    driver = place.card()["pid"]
+    place.until(lambda: not psutil.pid_exists(driver) or psutil.Process(driver).status() == psutil.STATUS_ZOMBIE)
+
+
+def in_place(place: Place, *words: str) -> Said:
+    """Give one of the commands for runs, which take a job too."""
+    with contextlib.chdir(place.path):
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(group, list(words))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Said(result.exit_code, result.stdout, result.stderr)
+
+
+def check_commands_for_runs(place: Place) -> None:
+    """Of a job of two ranks, by its folder and its URL, also from another folder."""
+    url, token = place.card()["http"], str(place.run / "secret" / "token")
+    (place.path / "else").mkdir()
+    for words in (["runs/wait"], [], [url]):
+        told = in_place(place, "status", *words)
+        assert told.returncode == 0 and "host-1" in told.stdout, told
+    with contextlib.chdir(place.path / "else"):
+        told = CliRunner().invoke(group, ["status", url, "--driver-token", token, "--json"])
+        assert json.loads(told.stdout)["world_size"] == 2
+        lines = CliRunner().invoke(group, ["logs", url, "--driver-token", token, "--grep", "hello", "--rank", "1"])
+        assert lines.stdout.rstrip().endswith("[rank 1] hello from 1") and lines.stdout.count("hello") == 1
+    assert in_place(place, "logs", "runs/wait", "--grep", "hello").stdout.count("hello") == 2
+    assert in_place(place, "logs", "runs/wait", "--since", "0.001s").stdout == ""
+
+
+def check_token(place: Place) -> None:
+    """It is in no environment, command line or output."""
+    token = (place.run / "secret" / "token").read_text().strip()
+    for process in place.processes():
+        with contextlib.suppress(psutil.Error, OSError):
+            assert token not in " ".join(process.cmdline())
+            assert token not in Path(f"/proc/{process.pid}/environ").read_text(errors="replace")
+    for path in [path for path in place.path.rglob("*") if path.is_file() and path.parent.name != "secret"]:
+        assert token.encode() not in path.read_bytes(), path
+
+
 @pytest.mark.slow
-def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_again(place: Place) -> None:
+def test_a_detached_job_outlives_its_terminal_and_its_drivers_and_can_be_given_again(place: Place) -> None:
     in_terminal(place, "--detach", "--workers-per-host", "2", "--", "wait.py")
     assert "phalanx run attach" in (place.path / "terminal").read_text()
     place.until(lambda: sum("hello" in line for line in place.lines()) == 2)
+
+    check_commands_for_runs(place)
+    assert len(place.processes()) >= 3
+    check_token(place)
 
     first = place.card()["pid"]
     os.kill(first, signal.SIGKILL)
@@ -152,9 +200,26 @@ def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_ag
     assert place.card()["http"] == f"http://{(place.run / 'http').read_text().strip()}"
     refused = place.call("--", "wait.py")
     assert refused.returncode == 2 and "runs there already" in refused.stderr and "attach" in refused.stderr
+
+    kill_driver(place)
+    dead = place.call("status")
+    assert dead.returncode == 3
+    assert "is dead" in dead.stdout and "1 of its hosts live" in dead.stdout and "takes over" in dead.stdout
+    ordered = place.call("drain", "host-1")
+    assert ordered.returncode == 2 and "is dead" in ordered.stderr
+    next_one = place.call("-d", "--workers-per-host", "2", "--", "wait.py")
+    assert next_one.returncode == 0 and "this one takes over" in next_one.stderr
+    place.until(lambda: place.call("status").returncode == 0)
+    unknown = place.call("evict", "nobody")
+    assert unknown.returncode == 2 and "no host 'nobody'" in unknown.stderr
     watching = subprocess.Popen(place.words("attach"), cwd=place.path, stderr=subprocess.PIPE, text=True)
 
+    follow = [*place.words()[:-1], "logs", "-f"]
+    following = subprocess.Popen(follow, cwd=place.path, stdout=subprocess.PIPE, text=True)
+    assert following.stdout is not None and "hello" in following.stdout.readline()
+
     (place.path / "enough").touch()
+    assert "bye" in following.communicate(timeout=GUARD_S)[0] and following.returncode == 0
     assert "status 0" in watching.communicate(timeout=GUARD_S)[1]
     assert watching.returncode == 0
     assert place.until(lambda: place.card()["status"] is not None) is True and place.card()["status"] == 0
@@ -165,6 +230,11 @@ def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_ag
     late = place.call("stop")
     assert late.returncode == 2 and "is over" in late.stderr
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+    check_token(place)
+    for name in ("plain", "other"):
+        (place.path / "runs" / name).mkdir()
+        (place.path / "runs" / name / "metrics.jsonl").touch()
+    assert "job wait: ended with status 0: phalanx status runs/wait" in in_place(place, "status").stdout
 
     (place.path / "enough").unlink()
     again = place.call("-d", "--", "wait.py")
@@ -178,40 +248,7 @@ def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_ag
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
 
 
-@pytest.mark.slow
-def test_the_commands_for_runs_take_a_job_too_by_its_folder_and_its_url(place: Place) -> None:
-    def said(*words: str) -> Said:
-        with contextlib.chdir(place.path):
-            result = CliRunner(env={"COLUMNS": "200"}).invoke(group, list(words))
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return Said(result.exit_code, result.stdout, result.stderr)
-
-    command = place.begin("--workers-per-host", "2")
-    place.until(lambda: sum("hello" in line for line in place.lines()) == 2)
-    url, token = place.card()["http"], str(place.run / "secret" / "token")
-    (place.path / "else").mkdir()
-    for words in (["runs/wait"], [], [url]):
-        told = said("status", *words)
-        assert told.returncode == 0 and "host-1" in told.stdout, told
-    with contextlib.chdir(place.path / "else"):
-        told = CliRunner().invoke(group, ["status", url, "--driver-token", token, "--json"])
-        assert json.loads(told.stdout)["world_size"] == 2
-        lines = CliRunner().invoke(group, ["logs", url, "--driver-token", token, "--grep", "hello", "--rank", "1"])
-        assert lines.stdout.rstrip().endswith("[rank 1] hello from 1") and lines.stdout.count("hello") == 1
-    assert said("logs", "runs/wait", "--grep", "hello").stdout.count("hello") == 2
-    assert said("logs", "runs/wait", "--since", "0.001s").stdout == ""
-    following = subprocess.Popen([*place.words()[:-1], "logs", "-f"], cwd=place.path, stdout=subprocess.PIPE, text=True)
-    assert following.stdout is not None and "hello" in following.stdout.readline()
-    (place.path / "enough").touch()
-    assert "bye" in following.communicate(timeout=GUARD_S)[0] and following.returncode == 0
-    assert command.wait(GUARD_S) == 0
-    (place.path / "runs" / "plain").mkdir()
-    (place.path / "runs" / "plain" / "metrics.jsonl").touch()
-    (place.path / "runs" / "other").mkdir()
-    (place.path / "runs" / "other" / "metrics.jsonl").touch()
-    assert "job wait: ended with status 0: phalanx status runs/wait" in said("status").stdout
-
-
+@pytest.mark.campaign(but=("2",))
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_in_the_foreground_a_signal_stops_the_job_once_and_in_order(place: Place, number: signal.Signals) -> None:
@@ -239,36 +276,6 @@ def test_a_terminal_that_is_closed_stops_what_runs_in_its_foreground(place: Plac
     assert os.waitstatus_to_exitcode(status) == 5
     assert place.card()["status"] == 5 and (place.path / "saved-0").exists()
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
-
-
-@pytest.mark.slow
-def test_of_a_dead_driver_is_said_how_it_is_started_again_and_it_is(place: Place) -> None:
-    command = place.begin("--no-supervisor")
-    place.until(lambda: any("hello" in line for line in place.lines()))
-    command.kill()
-    command.wait()
-    dead = place.call("status")
-    assert dead.returncode == 3
-    assert "is dead" in dead.stdout and "1 of its hosts live" in dead.stdout and "takes over" in dead.stdout
-    ordered = place.call("drain", "host-1")
-    assert ordered.returncode == 2 and "is dead" in ordered.stderr
-    again = place.begin()
-    place.until(lambda: "this one takes over" in place.said())
-    place.until(lambda: place.call("status").returncode == 0)
-    unknown = place.call("evict", "nobody")
-    assert unknown.returncode == 2 and "no host 'nobody'" in unknown.stderr
-    (place.path / "enough").touch()
-    assert again.wait(GUARD_S) == 0, place.said()
-    assert sum("hello" in line for line in place.lines()) == 1
-
-
-def kill_driver(place: Place, *, alone: bool = False) -> None:
-    """And who would start it again, unless it `alone` dies."""
-    names = [] if alone else ["supervisor.json"]
-    for pid in [*(json.loads((place.run / name).read_text())["pid"] for name in names), place.card()["pid"]]:
-        os.kill(pid, signal.SIGKILL)
-    driver = place.card()["pid"]
-    place.until(lambda: not psutil.pid_exists(driver) or psutil.Process(driver).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.campaign
@@ -317,23 +324,6 @@ def test_where_the_driver_is_about_to_be_started_again_the_next_one_stops_the_jo
     assert stopped.returncode == 0 and "ended with status 5" in stopped.stdout, stopped
     assert (place.path / "saved-0").exists()
     assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
-
-
-@pytest.mark.slow
-def test_the_token_is_in_no_environment_command_line_or_output(place: Place) -> None:
-    command = place.begin("--hosts", "1")
-    place.until(lambda: any("hello" in line for line in place.lines()))
-    token = (place.run / "secret" / "token").read_text().strip()
-    ours = place.processes()
-    assert len(ours) >= 3
-    for process in ours:
-        with contextlib.suppress(psutil.Error, OSError):
-            assert token not in " ".join(process.cmdline())
-            assert token not in Path(f"/proc/{process.pid}/environ").read_text(errors="replace")
-    (place.path / "enough").touch()
-    assert command.wait(GUARD_S) == 0
-    for path in [path for path in place.path.rglob("*") if path.is_file() and path.parent.name != "secret"]:
-        assert token.encode() not in path.read_bytes(), path
 
 
 def test_help_lists_everything_with_examples() -> None:

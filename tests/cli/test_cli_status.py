@@ -6,16 +6,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import status_page
 from click.testing import CliRunner, Result
-from train_helpers import overrides
+from train_helpers import Commands, overrides
 
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
@@ -30,7 +29,7 @@ def test_the_page_shows_what_its_commands_print() -> None:
     assert status_page.page_now() == status_page.PAGE.read_text(), "write it again: python benchmarks/status_page.py"
 
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., BaseProcess]
 
 
 def phalanx(*arguments: str | Path) -> Result:
@@ -59,26 +58,26 @@ def makes_steps(run: Path) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, commands: Commands) -> Iterator[Start]:
     """Starts `phalanx train` in a process of its own."""
-    children: list[subprocess.Popen[str]] = []
+    children: list[BaseProcess] = []
     (tmp_path / "tiny.toml").touch()
 
-    def begin(**changes: object) -> subprocess.Popen[str]:
+    def begin(**changes: object) -> BaseProcess:
         settings = ENDLESS | {name.replace("__", "."): value for name, value in changes.items()}
-        command = [sys.executable, "-m", "phalanx", "train", "tiny.toml", *overrides(tmp_path, settings)]
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        children.append(subprocess.Popen(command, cwd=tmp_path, text=True, **pipes))
+        children.append(commands.start(tmp_path, ["train", "tiny.toml", *overrides(tmp_path, settings)]))
         return children[-1]
 
     yield begin
     for child in children:
         child.kill()
-        child.communicate()
+        child.join()
 
 
 @pytest.mark.slow
-def test_a_run_is_watched_from_another_process_paused_killed_and_started_again(tmp_path: Path, start: Start) -> None:
+def test_a_run_is_watched_from_other_processes_paused_killed_and_started_again(
+    tmp_path: Path, start: Start, commands: Commands
+) -> None:
     run, child = tmp_path / "run", start()
     makes_steps(run)
     told = phalanx("status", run)
@@ -94,21 +93,35 @@ def test_a_run_is_watched_from_another_process_paused_killed_and_started_again(t
     makes_steps(run)
 
     child.kill()
-    child.wait()
+    child.join()
     told = phalanx("status", run)
     assert told.exit_code == 3 and f"process {child.pid} is gone without a word" in told.output
 
     again = start()
     until(lambda: bool(presences(run)) and presences(run)[0].pid == again.pid)
     makes_steps(run)
+    for name in ("watching", "following"):
+        (tmp_path / name).mkdir()
+    watching = commands.start(tmp_path / "watching", ["status", str(run), "--watch", "--every", "0.1"])
+    following = commands.start(tmp_path / "following", ["logs", str(run), "-f", "-n", "1"])
+    until(lambda: "running" in shown(tmp_path / "watching") and "loss" in shown(tmp_path / "following"))
     again.terminate()
-    assert again.wait(GUARD_S) == 128 + signal.SIGTERM
+    for process, status in ((again, 128 + signal.SIGTERM), (watching, 5), (following, 0)):
+        process.join(GUARD_S)
+        assert process.exitcode == status
+    assert "stopped by SIGTERM" in shown(tmp_path / "watching")
+    assert shown(tmp_path / "following").rstrip().endswith("ended: stopped by SIGTERM")
     told = phalanx("status", run)
     assert told.exit_code == 5 and "stopped by SIGTERM" in told.output and not presences(run)
 
     starts = [line.text for line in _lines(run, "--grep", "started:")]
     assert len(starts) == 2 and f"pid {child.pid}" in starts[0] and f"pid {again.pid}" in starts[1]
     assert [line.text for line in _lines(run, "--grep", "^ended:")] == ["ended: stopped by SIGTERM"]
+
+
+def shown(folder: Path) -> str:
+    """What a command has printed so far."""
+    return "".join((folder / name).read_text() for name in ("out", "err") if (folder / name).exists())
 
 
 class _Line:
@@ -125,22 +138,6 @@ def _lines(run: Path, *words: str) -> list[_Line]:
 
 
 @pytest.mark.slow
-def test_watching_and_following_end_with_the_run(tmp_path: Path, start: Start) -> None:
-    run, child = tmp_path / "run", start()
-    makes_steps(run)
-    words = [sys.executable, "-m", "phalanx"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    watching = subprocess.Popen([*words, "status", run, "--watch", "--every", "0.1"], text=True, **pipes)
-    following = subprocess.Popen([*words, "logs", run, "-f", "-n", "1"], text=True, **pipes)
-    assert watching.stdout is not None and "running" in watching.stdout.readline()
-    assert following.stdout is not None and "loss" in following.stdout.readline()
-    child.terminate()
-    assert "stopped by SIGTERM" in watching.communicate(timeout=GUARD_S)[0] and watching.returncode == 5
-    told = following.communicate(timeout=GUARD_S)[0]
-    assert told.rstrip().endswith("ended: stopped by SIGTERM") and following.returncode == 0
-
-
-@pytest.mark.slow
 def test_ranks_each_have_a_log_and_what_one_raised_is_told(tmp_path: Path, start: Start) -> None:
     run, child = tmp_path / "run", start(parallel__replicate=2)
     makes_steps(run)
@@ -151,15 +148,15 @@ def test_ranks_each_have_a_log_and_what_one_raised_is_told(tmp_path: Path, start
     assert {line.rank for line in _lines(run, "--grep", "started")} == {0, 1}
     assert {line.rank for line in _lines(run, "--rank", "1")} == {1}
     os.kill(ranks[1].pid, signal.SIGKILL)
-    child.communicate(timeout=GUARD_S)
+    child.join(GUARD_S)
     found = run_status(run)
     assert found.state == "died" and "rank 1 " in found.why and "SIGKILL" in found.why, found
 
 
-@pytest.mark.slow
 def test_an_error_is_in_the_log_with_its_traceback_and_status_says_which(tmp_path: Path, start: Start) -> None:
     child = start(optim__lr=1e30, train__steps=50)
-    assert "max_in_a_row" in child.communicate(timeout=GUARD_S)[1] and child.returncode == 2
+    child.join(GUARD_S)
+    assert "max_in_a_row" in shown(tmp_path) and child.exitcode == 2
     told = phalanx("status", tmp_path / "run")
     assert told.exit_code == 1 and "failed" in told.output and "max_in_a_row" in told.output
     lines = _lines(tmp_path / "run", "--level", "error")

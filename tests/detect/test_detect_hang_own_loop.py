@@ -15,7 +15,7 @@ import pytest
 from support.own_loop import paused_loop
 
 from phalanx.detect.detection import JudgeVerdict
-from phalanx.detect.hangs.hang_judge import HangContext, judge_hang
+from phalanx.detect.hangs.hang_judge import HangContext, HangPolicy, judge_hang
 from phalanx.detect.hangs.python_stacks import Frame, waits_in_program
 from phalanx.detect.hangs.rank_motion import RankMotion, look_at_ranks, motion_as_kept, weighed_by_processes
 from phalanx.detect.hangs.rank_places import RankPlaces
@@ -54,7 +54,7 @@ def test_the_page_shows_a_hang_and_a_healthy_pause() -> None:
     assert "Nothing wrong was found" in BLOCKS[1]["text"]
 
 
-@pytest.mark.campaign(but=("hang",))
+@pytest.mark.campaign
 @LOOKS
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block["case"])
 def test_a_real_loop_is_judged_as_the_page_shows(block: Mapping[str, str]) -> None:
@@ -65,8 +65,8 @@ def test_a_real_loop_is_judged_as_the_page_shows(block: Mapping[str, str]) -> No
 
 @LOOKS
 def test_a_loop_that_records_no_collectives_and_saves_for_long_is_well(tmp_path: Path) -> None:
-    with paused_loop(tmp_path / "run", "saves", plain=True):
-        verdict = judge_run(tmp_path / "run")
+    with paused_loop(tmp_path / "run", "saves", plain=True, still_s=3.0):
+        verdict = judge_run(tmp_path / "run", HangPolicy(least_wait_s=2.5))
     assert verdict.exit_status == 0 and "rank 1 is in step 5" in verdict.sentence and "gets on" in verdict.sentence
 
 

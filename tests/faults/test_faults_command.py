@@ -80,6 +80,7 @@ def test_a_manifest_that_is_wrong_is_refused_before_anything_runs(tmp_path: Path
     assert result.exit_code != 0 and ran == []
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_case_is_really_run(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_nor_at_its_start_or_in_a_checkpoint(kind: str, phase: str, folder: Path
     assert telling_words(out + err) == []
 
 
+@pytest.mark.campaign(but=("exception",))
 @pytest.mark.parametrize("kind", ["exception", "abort", "slow"])
 def test_a_worker_with_torch_shows_nothing(kind: str, folder: Path) -> None:
     job = Job(folder, TORCH_LOOP, "optimizer").prepare(incident(kind, lasts=LASTING["steps"], when={"step": 3}))
@@ -83,6 +84,7 @@ def test_a_worker_with_torch_shows_nothing(kind: str, folder: Path) -> None:
         assert "optimizer.py" in err
 
 
+@pytest.mark.campaign(but=("deadlock",))
 @pytest.mark.parametrize("kind", ["sleep", "deadlock"])
 def test_the_stacks_of_a_worker_that_hangs_show_nothing(kind: str, folder: Path) -> None:
     job = Job(folder, TORCH_LOOP, "optimizer").prepare(incident(kind, lasts={"unit": "forever"}))

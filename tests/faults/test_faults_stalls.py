@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from faults_helpers import TORCH_LOOP, Job, incident, job_folder, running, state_of, until
+from train_helpers import Commands
 
 from phalanx.faults.fault_schedule import Begun, Order, is_due, still_lasts
 from phalanx.faults.worker_faults import LINES, RefusedError, Surroundings, slow
@@ -102,14 +103,14 @@ def steps_of(out: str) -> dict[int, tuple[str, list[int]]]:
     return found
 
 
-def test_numbers_go_wrong_in_torch(folder: Path) -> None:
+def test_numbers_go_wrong_in_torch(folder: Path, commands: Commands) -> None:
     plain = Job(folder, TORCH_LOOP, "optimizer").prepare()
-    truth = steps_of(plain.run()[1])
+    truth = steps_of(plain.run_forked(commands)[1])
     assert len(truth) == 6
     job = Job(folder, TORCH_LOOP, "optimizer").prepare(
         incident("corruption", bit=22, element=5, when={"step": 2}), incident("nan", lasts=FOREVER, when={"step": 4})
     )
-    code, out, err = job.run()
+    code, out, err = job.run_forked(commands)
     found = steps_of(out)
     assert (code, err) == (0, "")
     assert [record.refused for record in job.records] == ["", ""]
@@ -121,7 +122,7 @@ def test_numbers_go_wrong_in_torch(folder: Path) -> None:
     assert struct.unpack("f", struct.pack("i", found[4][1][0]))[0] != 0
 
 
-def test_the_steps_of_a_restored_optimizer_count_on(folder: Path) -> None:
+def test_the_steps_of_a_restored_optimizer_count_on(folder: Path, commands: Commands) -> None:
     restored = TORCH_LOOP.replace(
         "    for step", "    optimizer.load_state_dict(restored(model, optimizer))\n    for step"
     ).replace(
@@ -132,12 +133,12 @@ def test_the_steps_of_a_restored_optimizer_count_on(folder: Path) -> None:
         "    return optimizer.state_dict()\n\n\ndef train",
     )
     job = Job(folder, restored, "optimizer").prepare(incident("exit", when={"step": 42}))
-    code, out, err = job.run()
+    code, out, err = job.run_forked(commands)
     assert (code, len(steps_of(out)), err) == (1, 1, "")
     assert job.records[0].step == 42
 
 
-def test_of_several_optimizers_one_counts_until_it_is_used_no_longer(folder: Path) -> None:
+def test_of_several_optimizers_one_counts_until_it_is_used_no_longer(folder: Path, commands: Commands) -> None:
     loop = TORCH_LOOP.replace(
         "    for step",
         "    for other in [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]:\n"
@@ -145,7 +146,7 @@ def test_of_several_optimizers_one_counts_until_it_is_used_no_longer(folder: Pat
     ).replace("AdamW", "SGD")
     # 20 of the first; of the second the 17th takes over; 4 until its end; of the third again the 17th would
     job = Job(folder, loop, "optimizer").prepare(incident("exit", when={"step": 22}))
-    code, out, err = job.run()
+    code, out, err = job.run_forked(commands)
     assert (code, err) == (1, "")
     assert out.splitlines() == ["other"] * 37
 
@@ -158,12 +159,12 @@ def test_torch_may_be_imported_later_by_the_script(folder: Path) -> None:
     assert (code, list(steps_of(out)), err) == (4, [1, 2], "")
 
 
-def test_inside_torch_save_and_slow_in_forward(folder: Path) -> None:
+def test_inside_torch_save_and_slow_in_forward(folder: Path, commands: Commands) -> None:
     job = Job(folder, TORCH_LOOP, "optimizer").prepare(
         incident("slow", lasts=FOREVER, factor=3.0, when={"step": 1}),
         incident("exception", when={"step": 3, "phase": "checkpoint"}),
     )
-    code, out, err = job.run()
+    code, out, err = job.run_forked(commands)
     assert (code, list(steps_of(out))) == (1, [1, 2, 3, 4])
     assert out.splitlines()[-1].startswith("step 4")
     assert "in save" in err

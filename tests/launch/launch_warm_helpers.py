@@ -15,10 +15,12 @@ from phalanx.launch.environment import without_worker
 from phalanx.launch.launch_messages import Exited, Over
 from phalanx.launch.rendezvous_store import open_store_socket, store_spec
 from phalanx.launch.user_script import Group, Places, Script, rank_specs
-from phalanx.launch.warm_template import AttemptReport, Gone, WarmTemplate
+from phalanx.launch.warm_template import PRELOAD, AttemptReport, Gone, WarmTemplate
 
 GUARD_S = 240.0
 LOOPBACK = "127.0.0.1"
+PRELOAD_TO_TRAIN = (*PRELOAD, "torch._dynamo")
+"""torch's optimizers import the latter in their first step: each rank by itself, until a template has learnt it."""
 
 
 @dataclass

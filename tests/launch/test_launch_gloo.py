@@ -67,6 +67,7 @@ with errors_named(worker, Layout(tensor=2)):
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_workers_of_a_real_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -52,6 +52,7 @@ OF_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 OURS = {"PHALANX_RUN_ATTEMPT", "PHALANX_PROGRESS", "GLOO_SOCKET_IFNAME"}
 
 
+@pytest.mark.campaign(but=("path",))
 @pytest.mark.slow
 @pytest.mark.parametrize("is_module", [False, True], ids=["path", "module"])
 def test_a_script_cannot_tell_us_from_torchrun(tmp_path: Path, is_module: bool) -> None:

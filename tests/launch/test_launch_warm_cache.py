@@ -268,8 +268,13 @@ def test_what_python_keeps_is_left_to_it(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.pyc")) and not list((tmp_path / "kept").iterdir())
 
 
+@pytest.mark.campaign(but=("executor",))
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("phalanx.run.executor", "no settings"), ("phalanx.cli.main", "run", "absent.py")])
+@pytest.mark.parametrize(
+    "words",
+    [("phalanx.run.executor", "no settings"), ("phalanx.cli.main", "run", "absent.py")],
+    ids=["executor", "command"],
+)
 def test_command_and_executor_keep_bytecode_too(tmp_path: Path, words: tuple[str, ...]) -> None:
     hidden = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "nothing")}
     environ = {**os.environ, **hidden, "PHALANX_WARM_CACHE": str(tmp_path / "warm")}

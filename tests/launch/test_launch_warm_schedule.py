@@ -8,11 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from launch_warm_helpers import GUARD_S, host
+from launch_warm_helpers import GUARD_S, PRELOAD_TO_TRAIN, host
 
 from phalanx.faults.fault_schedule import Agenda, Memory, Order, write_agenda
 from phalanx.launch.environment import without_worker
-from phalanx.launch.warm_template import PRELOAD
 
 SCRIPT = """\
 import os, torch
@@ -33,7 +32,7 @@ def test_a_rank_kills_itself_after_the_step_that_its_agenda_names(tmp_path: Path
     environ = {**without_worker(os.environ), "PHALANX_AGENDA": str(path), "PHALANX_HOST": "left"}
 
     async def story() -> None:
-        async with host(tmp_path, SCRIPT, environ=environ, preload=PRELOAD) as here:
+        async with host(tmp_path, SCRIPT, environ=environ, preload=PRELOAD_TO_TRAIN) as here:
             for number, code in ((1, 0), (2, -signal.SIGKILL), (3, 0)):
                 attempt = await here.spawn(number)
                 lines = {rank: (await attempt.rest(rank)).splitlines() for rank in (0, 1)}

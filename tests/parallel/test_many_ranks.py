@@ -91,6 +91,7 @@ def test_with_one_communicator_for_both_directions_they_would_wait_for_each_othe
         step_of(make_table("1f1b", 2, 1, 4), both_ways=True)
 
 
+@pytest.mark.campaign(but=("5",))
 @pytest.mark.parametrize("window", [None, 5])
 def test_keys_and_their_gradients_go_round_a_ring_of_64(window: int | None) -> None:
     """Each rank gets what it needs of each other, in the order in which it asks for it, and its own gradients back."""

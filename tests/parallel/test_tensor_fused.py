@@ -19,6 +19,8 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.ipc.tree_peers import TreePeers
+from phalanx.launch.environment import Worker
+from phalanx.launch.local_ranks import launch_local
 from phalanx.parallel import process_groups
 from phalanx.parallel.config import ParallelConfig, TensorOverlap
 from phalanx.parallel.group import Group
@@ -213,13 +215,13 @@ class NoLane:
         pass
 
 
-def in_processes(rank: int, size: int, folder: str) -> None:
+def in_processes(worker: Worker, size: int, folder: str) -> None:
     """One of several processes whose kernels, interpreted, wait for each other's memory."""
     from phalanx.kernels.products_triton import Blocks
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    mesh = open_mesh(rank, size, folder, device)
+    mesh = open_mesh(worker.rank, size, folder, device)
     group = mesh.group("tensor")
     rows, signals = (FileMemory(group, f"{folder}/{name}") for name in ("rows", "signals"))
     blocks = Blocks(rows=16, columns=32, inputs=32, group=2)
@@ -239,7 +241,7 @@ def in_processes(rank: int, size: int, folder: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 def test_tile_by_tile_between_processes(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    torch.multiprocessing.spawn(in_processes, (3, str(tmp_path)), nprocs=3)  # type: ignore[no-untyped-call]
+    assert launch_local(3, f"{__name__}:in_processes", (3, str(tmp_path)), preload=[__name__], threads=1) == 0
 
 
 def check_on_gpu(fused: Overlap, plain: Overlap, dtype: torch.dtype) -> None:

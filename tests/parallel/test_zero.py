@@ -41,6 +41,7 @@ def test_gradient_descent_is_that_of_one_process(layout: Layout, settings: dict[
     assert_parity(split(job, layout, **settings), single(job))
 
 
+@pytest.mark.campaign(but=("adamw-0.3-2", "lamb-0.3-1", "lamb-0.3-3", "came-0.0-2", "came-0.3-1", "came-0.3-3"))
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["adamw", "lamb", "came"])
@@ -79,6 +80,7 @@ def test_weights_gathered_in_bf16_give_the_same_bits(layout: Layout, zero: int) 
     assert_parity(mine, whole, tolerance=1e-6)
 
 
+@pytest.mark.campaign(but=("layout0-1-serial", "layout2-2-parallel", "layout3-3-serial"))
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 @pytest.mark.parametrize(
     ("layout", "zero"), [(Layout(replicate=2), 1), (Layout(shard=2), 1), (Layout(shard=2), 2), (Layout(shard=2), 3)]
