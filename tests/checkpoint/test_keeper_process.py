@@ -119,6 +119,7 @@ def test_once_there_is_work_its_whole_session_gives_way() -> None:
         rank.close()
 
 
+@pytest.mark.campaign(but=("keeper.committed:2",))
 @pytest.mark.parametrize("point", ["keeper.lease", "keeper.taken", "keeper.examined", "keeper.committed:2"])
 def test_it_dies_at_the_points_where_faults_are_injected(point: str) -> None:
     with a_host(PHALANX_FAULTS=point) as address:

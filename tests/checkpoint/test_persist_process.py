@@ -119,6 +119,7 @@ def test_old_checkpoints_are_pruned(tmp_path: Path) -> None:
     assert open_store(job.folder).names() == ["step-00000003", "step-00000002"]
 
 
+@pytest.mark.campaign(but=("persist.shard-half", "persist.published"))
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_anywhere_the_latest_stays_readable(tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path / "c", size=2)
@@ -203,6 +204,7 @@ def test_a_leftover_of_an_earlier_attempt_cannot_publish(tmp_path: Path) -> None
     assert not store.names() and not areas(job.folder)
 
 
+@pytest.mark.campaign(but=("changes1-sick",))
 @pytest.mark.parametrize(
     ("changes", "why"),
     [({"changed": False}, "stale"), ({"sick": ("w", "own.0")}, "sick")],

@@ -146,6 +146,7 @@ def _go_on(folder: Path, keeper: Path, until: int, told: list[str], **settings: 
 MODES = pytest.mark.parametrize("settings", [{"mode": "blocking"}, {"wait": True}], ids=["blocking", "background"])
 
 
+@pytest.mark.campaign(but=("FIFO-background", "dangling link-blocking", "file-blocking"))
 @MODES
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["file", "dangling link", "link to itself", "FIFO", "socket"])

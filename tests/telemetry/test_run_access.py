@@ -85,6 +85,7 @@ def ask(*arguments: object, closed: Path) -> str:
         closed.chmod(mode)
 
 
+@pytest.mark.campaign(but=("config.json", "telemetry"))
 @pytest.mark.parametrize("part", ["telemetry", "metrics.jsonl", "config.json", "telemetry/live", "."])
 def test_one_closed_part_hides_no_other_run(runs: Path, part: str) -> None:
     (runs / "base" / "telemetry" / "live").mkdir()
@@ -106,6 +107,14 @@ def test_of_a_run_with_closed_figures_no_state_is_claimed(runs: Path) -> None:
     assert "unknown" in next(line for line in said.splitlines() if line.startswith("base"))
 
 
+@pytest.mark.campaign(
+    but=(
+        "telemetry-trace summary",
+        "a part-detect machines",
+        "telemetry/spans/host0-detect stragglers",
+        "a part-trace slow",
+    )
+)
 @pytest.mark.parametrize("command", ["trace summary", "trace slow", "detect stragglers", "detect machines"])
 @pytest.mark.parametrize("part", ["telemetry", "telemetry/spans/host0", "a part"])
 def test_commands_name_what_is_closed_and_its_cure(runs: Path, command: str, part: str) -> None:

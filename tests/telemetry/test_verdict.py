@@ -93,6 +93,7 @@ def test_a_healthy_run_is_limited_by_its_own_work(tmp_path: Path) -> None:
     assert all(finding.share < 0.05 for finding in verdict.findings)
 
 
+@pytest.mark.campaign(but=("1",))
 @pytest.mark.parametrize("rank", [1, 6])
 def test_a_slow_rank_is_blamed_with_its_host(tmp_path: Path, rank: int) -> None:
     verdict = verdict_of(tmp_path, job(slow={rank: 1.3}))
@@ -287,6 +288,7 @@ def test_counters_say_why_a_host_is_slow(tmp_path: Path) -> None:
     assert "host1: DCGM_FI_DEV_SM_CLOCK was 900, of other hosts 1900" in verdict.why_sure
 
 
+@pytest.mark.campaign
 def test_of_12288_ranks_the_slow_host_is_found(tmp_path: Path) -> None:
     """Sums of 12,288 ranks and 6 steps, host 700 slow by 12 %."""
     ranks, steps = 12_288, 6
