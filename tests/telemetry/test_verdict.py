@@ -168,13 +168,10 @@ def test_a_heavy_stage_is_no_slow_rank(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_long_now_and_then(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, job(long_steps={9: 600.0, 17: 500.0}))
+    verdict = verdict_of(tmp_path, job(long_steps={9: 6000.0, 17: 5000.0}))
     assert verdict.limit.cause == "irregular steps" and verdict.limit.steps == (9, 17)
     assert "--steps 9" in verdict.actions[0].command
-
-
-def test_what_a_cause_costs_and_the_step_are_of_one_measure(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, job(long_steps={9: 6000.0, 17: 5000.0}))
+    # What the cause costs and the step are of one measure.
     found = re.search(r"costs up to ([\d.]+) s of ([\d.]+) s a step \((\d+)%\)", verdict.sentence)
     assert found is not None, verdict.sentence
     lost_s, step_s, percent = (float(one) for one in found.groups())
