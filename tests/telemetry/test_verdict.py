@@ -321,6 +321,7 @@ def test_of_12288_ranks_the_slow_host_is_found(tmp_path: Path) -> None:
     assert verdict.sentence.startswith("Host h0700 (ranks 5600, 5601")
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(not (SHARED / "straggler-analysis").is_dir(), reason="needs ByteDance's published traces")
 def test_the_published_guilty_worker(tmp_path: Path) -> None:
     import_traces([SHARED / "straggler-analysis/trace-AR.parquet"], tmp_path / "run")
