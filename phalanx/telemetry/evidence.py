@@ -157,7 +157,7 @@ def gather(run: Path, first: int | None = None, last: int | None = None) -> Evid
     """
     found = _read_figures(Evidence(str(run)), run, first, last)
     try:
-        trace = Trace.open(run)
+        trace = Trace.open(run).shared()
     except UserError:
         if found.figures is None:
             raise

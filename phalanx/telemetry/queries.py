@@ -55,7 +55,7 @@ class Trace:
     """The telemetry of one run."""
 
     folder: Path
-    _damaged: dict[Path, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _damaged: dict[Path, str] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @classmethod
     def open(cls, run: str | Path, options: Mapping[str, Any] | None = None) -> Trace:
@@ -149,8 +149,16 @@ class Trace:
             UserError: files are of a version of other columns.
         """
         return self._answer(
-            lambda: self.connect(first, last).sql(query, params=dict(parameters or {}) or None).to_arrow_table()
+            lambda: self._tables(first, last).sql(query, params=dict(parameters or {}) or None).to_arrow_table()
         )
+
+    def _tables(self, first: int | None, last: int | None) -> Any:
+        return self.connect(first, last)
+
+    def shared(self) -> Trace:
+        """The same for many questions at once: those to the same steps share a connection, which takes longer to make
+        than most answers."""
+        return _SharedTrace(self.folder, _damaged=self._damaged)
 
     def _answer(self, ask: Callable[[], T]) -> T:
         """Ask, and where that finds damaged files, ask again without them."""
@@ -507,6 +515,32 @@ class Trace:
             None,
             None,
         )
+
+
+@dataclass(frozen=True)
+class _SharedTrace(Trace):
+    """As `Trace.shared` gives it."""
+
+    _connections: dict[tuple[int | None, int | None], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def _tables(self, first: int | None, last: int | None) -> Any:
+        if (first, last) not in self._connections:
+            self._connections[first, last] = self.connect(first, last)
+        return self._connections[first, last]
+
+    def _find_damaged(self, *, decode: bool = False) -> bool:
+        self._connections.clear()
+        return super()._find_damaged(decode=decode)
+
+    def _answer(self, ask: Callable[[], T]) -> T:
+        asks_files_of_before = bool(self._connections)
+        try:
+            return super()._answer(ask)
+        except UserError:
+            if not asks_files_of_before:
+                raise
+            self._connections.clear()  # a writer has merged or removed files meanwhile
+            return super()._answer(ask)
 
 
 def place_of(run: str | Path, options: Mapping[str, Any] | None = None) -> Path:

@@ -31,6 +31,7 @@ def summarize(trace: Trace, first: int | None = None, last: int | None = None) -
     Raises:
         UserError: no step is done, or none can be read.
     """
+    trace = trace.shared()
     times = trace.step_times(first, last).to_pylist()
     if not times:
         raise _no_steps(trace, "ask for steps that are done (or for all, without --steps)")
@@ -78,6 +79,7 @@ def compare(one: Trace, other: Trace, first: int | None = None, last: int | None
     Raises:
         UserError: one of them lacks steps.
     """
+    one, other = one.shared(), other.shared()
     sides = [_mean_step(trace, first, last) for trace in (one, other)]
     (mean_a, error_a, steps_a), (mean_b, error_b, steps_b) = sides
     error_s = math.hypot(error_a, error_b)

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from keeper_forks import fork_keeper
 
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
 from phalanx.ipc.processes import die_with_parent
 
 HANG_S = 300
@@ -81,10 +83,12 @@ class Forks:
 def a_keeper_of_its_own(folder: Path, forks: Forks) -> Iterator[dict[str, str]]:
     """The environment of loops whose keeper has its socket in `folder`; nothing of them is left afterwards."""
     address = str(folder / "s")
+    fork_keeper(Path(address), ttl_s=HANG_S, environ=os.environ | {"PHALANX_KEEPER": address})
     try:
         yield {"PHALANX_KEEPER": address}
     finally:
         forks.end_running()
+        end_keeper(Path(address))
         for process in psutil.process_iter(["environ"]):
             if (process.info["environ"] or {}).get("PHALANX_KEEPER") == address:
                 process.kill()

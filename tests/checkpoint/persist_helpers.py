@@ -41,6 +41,7 @@ class Job:
         folder: of the checkpoints.
         size: ranks.
         rows: rows of ``w`` per rank, of 1 kB each.
+        hurry: the persister does not give way to others, such as other tests.
     """
 
     folder: Path
@@ -49,6 +50,7 @@ class Job:
     attempt: int = 1
     nonce: str = "n1"
     timeout_s: float = PATIENCE_S
+    hurry: bool = True
 
     def __post_init__(self) -> None:
         def body(peers: ThreadPeers) -> tuple[ShardPlan, JobPlan | None]:
@@ -97,7 +99,7 @@ class Job:
         record = replace(self.record(rank, step, memory), **changes)
         job = self.job if rank == 0 else None
         try:
-            yield PersistTask(self.plans[rank], record, descriptor, self.destination, job)
+            yield PersistTask(self.plans[rank], record, descriptor, self.destination, job, self.hurry)
         finally:
             os.close(descriptor)
 

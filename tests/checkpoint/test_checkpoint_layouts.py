@@ -93,6 +93,7 @@ print(peak_bytes() - before)
 )
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_saving_and_loading_take_the_memory_of_one_tensor_more(tmp_path: Path) -> None:
     for action in ("save", "load"):

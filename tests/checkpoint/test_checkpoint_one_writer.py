@@ -166,6 +166,7 @@ class _Death(BaseException):
     """Stands for SIGKILL where the storage is a server within this process."""
 
 
+@pytest.mark.campaign(but=("persist.shard-half",))
 @pytest.mark.parametrize("point", ["persist.shard-half", "persist.manifest-written", "checkpoint.before-rename"])
 def test_death_while_an_object_store_is_written(s3_place: Place, point: str) -> None:
     job = Job(Path("/nowhere"), attempt=claim(s3_place.open()))

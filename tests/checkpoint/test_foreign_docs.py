@@ -71,18 +71,19 @@ def is_kept(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.campaign(but=("SIGUSR2",))
 @pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGUSR2], ids=["SIGKILL", "SIGUSR2"])
 def test_the_example_goes_on_where_it_was_killed_or_stopped(
-    forks: Forks, script: Path, environment: dict[str, str]
+    forks: Forks, script: Path, environment: dict[str, str], stop: signal.Signals
 ) -> None:
     whole = run(forks, script, environment, "whole")
     assert whole[0] == "start 0"
     assert len(whole) == 51
-    for stop in (signal.SIGKILL, signal.SIGUSR2):
-        first = run(forks, script, environment, stop.name, stop)
-        again = run(forks, script, environment, stop.name)
-        start = int(again[0].removeprefix("start "))
-        done = len(first) - 1
-        assert start == done if stop == signal.SIGUSR2 else 0 < start <= done
-        assert first == whole[: done + 1]
-        assert again[1:] == whole[start + 1 :]
+    first = run(forks, script, environment, stop.name, stop)
+    again = run(forks, script, environment, stop.name)
+    start = int(again[0].removeprefix("start "))
+    done = len(first) - 1
+    assert start == done if stop == signal.SIGUSR2 else 0 < start <= done
+    assert first == whole[: done + 1]
+    assert again[1:] == whole[start + 1 :]

@@ -35,6 +35,7 @@ def through(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return undisturbed
 
 
+@pytest.mark.campaign(but=("mid-epoch",))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "kill_at", "start"),

@@ -48,7 +48,7 @@ def same_from(expected: list[Any], resumed: list[Any], start: int) -> None:
         assert (after["weights"], after["drawn"]) == (before["weights"], before["drawn"])
 
 
-@pytest.mark.campaign(but=("ddp",))
+@pytest.mark.campaign(but=("fsdp",))
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_killed_and_resumed_in_the_same_layout_and_in_another(loops: Loops, tmp_path: Path, mode: str) -> None:
@@ -62,7 +62,7 @@ def test_killed_and_resumed_in_the_same_layout_and_in_another(loops: Loops, tmp_
     assert (alone["start"], alone["weights"], alone["drawn"]) == (7, whole[0]["weights"], whole[0]["drawn"])
 
 
-@pytest.mark.campaign(but=("2-fsdp",))
+@pytest.mark.campaign(but=("1-ddp",))
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode"), [(1, "ddp"), (2, "fsdp")])
 def test_killed_beside_a_snapshot_and_resumed_from_memory(loops: Loops, tmp_path: Path, ranks: int, mode: str) -> None:

@@ -308,9 +308,11 @@ def modes(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("settings", [{"wait": True}, {"mode": "blocking"}], ids=["background", "blocking"])
-def test_what_is_durable_follows_the_umask_and_the_keeper_is_private(folder: Path, settings: dict[str, Any]) -> None:
+def test_what_is_durable_follows_the_umask_and_the_keeper_is_private(
+    folder_without_keeper: Path, settings: dict[str, Any]
+) -> None:
     """The umask of the process that trains, though the keeper was started by one with another."""
-    before = os.umask(0o022)
+    folder, before = folder_without_keeper, os.umask(0o022)
     try:
         for step, umask in enumerate((0o022, 0o002, 0o077), 1):
             os.umask(umask)

@@ -105,7 +105,7 @@ def test_a_dead_keeper_is_noticed_and_another_one_started() -> None:
 
 def test_once_there_is_work_its_whole_session_gives_way() -> None:
     """A thread's niceness counts within its session only where the kernel shares cores out by session."""
-    with a_host() as address:
+    with a_host(ensure_keeper) as address:
         rank = a_rank(address, PLAN)
         group = Path(f"/proc/{rank.pid}/autogroup")
         if not group.is_file() or Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() != "1":
@@ -119,6 +119,7 @@ def test_once_there_is_work_its_whole_session_gives_way() -> None:
         rank.close()
 
 
+@pytest.mark.campaign(but=("keeper.committed:2",))
 @pytest.mark.parametrize("point", ["keeper.lease", "keeper.taken", "keeper.examined", "keeper.committed:2"])
 def test_it_dies_at_the_points_where_faults_are_injected(point: str) -> None:
     with a_host(PHALANX_FAULTS=point) as address:

@@ -39,6 +39,7 @@ def keeper(point: str, nth: int) -> Iterator[tuple[subprocess.Popen[str], Endpoi
         yield process, Endpoint(told["host"], tuple(told["addresses"]), told["port"])
 
 
+@pytest.mark.campaign(but=("replica.half",))
 @pytest.mark.parametrize("point", ["replica.begin", "replica.half", "replica.sent"])
 def test_a_sender_that_is_killed_leaves_the_older_replica_whole_and_the_next_sender_comes_through(point: str) -> None:
     with hosts(Host("parent")) as (b,):
@@ -60,6 +61,7 @@ def whole(host: Host) -> bool:
     return not any(faults)
 
 
+@pytest.mark.campaign(but=("replica.committed",))
 @pytest.mark.parametrize("point", ["replica.received", "replica.committed"])
 def test_a_peer_that_is_killed_is_named_and_its_successor_gets_the_next_snapshot(point: str) -> None:
     with hosts(Host("a", persist_s=0.3)) as (a,):

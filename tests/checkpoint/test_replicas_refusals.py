@@ -180,7 +180,7 @@ def test_who_listens_learns_nothing(host: Host, peer: Endpoint) -> None:
     listening, content = sent_and_heard(host, peer)
     for heard in (listening.forward, listening.backward):
         assert len(heard) > len(content)
-        assert not any(content[start : start + 16] in heard for start in range(0, len(content) - 16, 4099))
+        assert not any(content[start : start + 16] in heard for start in range(0, len(content) - 16, 65_537))
         # Of eight bytes or more: among 16 MB of random ones, four are found by chance in one run of a hundred.
         words = b"PlanNeeded", b"plan_sha256", b"data_bytes", b'"seed": 1', make_plan().sha256.encode()
         for word in (SECRET, SECRET.hex().encode(), *words):
@@ -201,6 +201,7 @@ def test_what_was_heard_cannot_be_said_again(host: Host, peer: Endpoint) -> None
     assert [held.record for held in host.vault.held()] == before
 
 
+@pytest.mark.campaign(but=("0", "20", "40", "79", "130", "399", "9000"))
 @pytest.mark.parametrize("place", [0, 20, 31, 40, 79, 81, 90, 130, 200, 399, 9000])
 def test_any_changed_byte_ends_the_conversation(host: Host, peer: Endpoint, place: int) -> None:
     """Greeting, messages and bytes, either way: nothing is believed that was changed."""

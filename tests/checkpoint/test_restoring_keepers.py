@@ -114,6 +114,7 @@ def test_a_flipped_bit_in_memory_is_made_good_from_the_replica() -> None:
         slots.clear()
 
 
+@pytest.mark.campaign(but=("True",))
 @pytest.mark.parametrize("replicated", [True, False])
 def test_a_host_that_is_lost(tmp_path: Path, replicated: bool) -> None:
     tensors = some_tensors(256)

@@ -76,6 +76,7 @@ def filled(store: Store, report: Any) -> Any:
     return restore(target, keeper=None, store=store, report=report)
 
 
+@pytest.mark.campaign(but=("503-__0_0.distcp", "403-manifest.json", "503-latest-00000002.json"))
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("refusal", [SLOW_DOWN, DENIED], ids=["503", "403"])
 def test_what_the_server_refuses_to_send_is_an_error_and_not_damage(
@@ -102,6 +103,7 @@ def large(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
+@pytest.mark.campaign(but=("short",))
 @pytest.mark.parametrize("how", ["refused", "short", "ignored"])
 def test_the_reader_of_archives_does_not_hide_what_failed(
     s3_place: Place, files: dict[int, dict[str, bytes]], tmp_path: Path, how: Any
@@ -351,6 +353,7 @@ def test_a_writer_that_is_killed_between_two_parts_leaves_nothing_for_long(
     assert len(store.names()) == 2
 
 
+@pytest.mark.campaign(but=("3",))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_another_number_of_ranks_restores_what_two_wrote(s3_place: Place, tmp_path: Path, world: int) -> None:
     """Although some answers fail."""

@@ -278,6 +278,7 @@ print(json.dumps(contend(open_store(sys.argv[1], json.loads(sys.argv[2])), int(s
 """
 
 
+@pytest.mark.campaign(but=("folder",))
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
 def test_processes_that_all_want_to_be_in_charge(place: Place) -> None:

@@ -339,6 +339,15 @@ def steps(store: Store) -> list[int]:
     return [int(name[5:13]) for name in store.names()]
 
 
+@pytest.mark.campaign(
+    but=(
+        "s3-config0-left0",
+        "folder-config0-left0",
+        "folder-config1-left1",
+        "folder-config2-left2",
+        "folder-config3-left3",
+    )
+)
 @pytest.mark.parametrize(
     ("config", "left"),
     [

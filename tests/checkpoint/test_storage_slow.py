@@ -123,6 +123,7 @@ def keeper_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     end_keeper(tmp_path / "keeper")
 
 
+@pytest.mark.campaign
 def test_training_goes_on_beside_storage_that_takes_1_mb_a_second(s3_place: Place, keeper: Path) -> None:
     uploads, gate = SlowUploads(keeper), s3_place.gate
     assert gate is not None

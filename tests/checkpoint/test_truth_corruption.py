@@ -177,6 +177,7 @@ def test_each_of_100_flipped_bits_on_a_server_is_seen(s3_place: Place) -> None:
     assert restored(job, store) == (4, [])
 
 
+@pytest.mark.campaign(but=("folder",))
 @PLACES
 def test_truncated_deleted_and_swapped(place: Place) -> None:
     job, store = a_job(place), place.open()
@@ -194,6 +195,7 @@ def test_truncated_deleted_and_swapped(place: Place) -> None:
         assert all(words in line for words in (name, tensors, cause)), line
 
 
+@pytest.mark.campaign(but=("s3",))
 @PLACES
 def test_a_writer_of_an_older_attempt_that_wakes_up_late(place: Place) -> None:
     old, new = a_job(place, nonce="old"), a_job(place, attempt=2, nonce="new")
@@ -224,6 +226,7 @@ def test_a_writer_of_an_older_attempt_that_wakes_up_late(place: Place) -> None:
     assert len(store.names()) == 2
 
 
+@pytest.mark.campaign(but=("changes0-stale-folder", "changes1-sick-s3"))
 @PLACES
 @pytest.mark.parametrize(("changes", "why"), [({"changed": False}, "stale"), ({"sick": ("w",)}, "sick")])
 def test_what_is_kept_aside_is_whole_and_called_what_it_is(place: Place, changes: dict[str, Any], why: str) -> None:
@@ -258,6 +261,7 @@ def test_a_server_of_which_every_third_answer_is_a_failure(s3_place: Place) -> N
     assert [int(name[5:13]) for name in store.names()] == [3, *reversed(good)]
 
 
+@pytest.mark.campaign(but=("manifest.json-refusal3", "latest--refusal7"))
 @pytest.mark.parametrize(
     ("file", "refusal"),
     [(file, FULL) for file in ("__0_0.distcp", "part-0.json", ".metadata", "manifest.json", "SHA256SUMS", "latest-")]

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from keeper_forks import fork_keeper
+from keeper_processes import GUARD_S
 from support.doors import DOORS, STEPS, Door, Loop, a_keeper_at, expected_step, flip, made, newest_files
 from support.odd_files import ODD_FILES
 
@@ -41,6 +43,7 @@ def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.importorskip("accelerate")
     root = tmp_path_factory.mktemp("door")
     with a_keeper_at(root / "k"), pytest.MonkeyPatch.context() as patch:
+        fork_keeper(root / "k", ttl_s=GUARD_S, environ=os.environ)
         patch.setattr("phalanx.train.assemble.measure_peak", lambda _device: None)  # of use to reports alone
         yield DOORS[request.param], made(DOORS[request.param], root / "pristine", root / "k")
 
@@ -134,18 +137,19 @@ def test_whatever_lies_where_the_next_entry_of_the_pointer_goes(
 def _go_on(folder: Path, keeper: Path, until: int, told: list[str], **settings: Any) -> None:
     """A loop of somebody else's, checkpointed every other step; `keeper` knows nothing of it, as after a reboot."""
     loop = Loop(0)
-    with (
-        a_keeper_at(keeper),
-        Checkpointer(folder, **loop.given, every_steps=2, keep_last=3, report=told.append, **settings) as checkpoints,
-    ):
-        for step in range(checkpoints.restore() + 1, until + 1):
-            loop.train(step)
-            checkpoints.step(step)
+    given = {**loop.given, "every_steps": 2, "keep_last": 3, "report": told.append, **settings}
+    with a_keeper_at(keeper):
+        fork_keeper(keeper, ttl_s=GUARD_S, environ=os.environ)
+        with Checkpointer(folder, **given) as checkpoints:
+            for step in range(checkpoints.restore() + 1, until + 1):
+                loop.train(step)
+                checkpoints.step(step)
 
 
 MODES = pytest.mark.parametrize("settings", [{"mode": "blocking"}, {"wait": True}], ids=["blocking", "background"])
 
 
+@pytest.mark.campaign(but=("FIFO-background", "dangling link-blocking", "file-blocking"))
 @MODES
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["file", "dangling link", "link to itself", "FIFO", "socket"])

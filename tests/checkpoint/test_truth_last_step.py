@@ -60,6 +60,7 @@ def latest_of(folder: Path) -> Latest | None:
     return found if found is not None and found.name else None
 
 
+@pytest.mark.campaign(but=("1",))
 @pytest.mark.parametrize("steps", [0, 1])
 def test_what_was_taken_up_from_memory_is_durable_at_the_end(folder: Path, steps: int) -> None:
     weights = committed_in_memory(folder)

@@ -84,6 +84,7 @@ def require_no_verdict(loop: Loop) -> None:
     assert loop.latest == STEPS
 
 
+@pytest.mark.campaign(but=("second",))
 @pytest.mark.parametrize("frozen", ["first", "second"])
 def test_frozen_layers(folder: Path, frozen: str) -> None:
     loop = Loop(folder, adamw)
@@ -119,6 +120,7 @@ def test_a_warm_up_from_zero_and_a_decay_to_it(folder: Path) -> None:
     require_no_verdict(loop)
 
 
+@pytest.mark.campaign(but=("AdamW",))
 @pytest.mark.parametrize("how", ["LBFGS", "AdamW"])
 def test_steps_that_move_nothing(folder: Path, how: str) -> None:
     """A loop that has converged is healthy: its steps change nothing, and its end is as durable as any."""

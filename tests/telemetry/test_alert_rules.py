@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.telemetry.alerts.alert_config import KINDS, Kind
@@ -79,6 +79,7 @@ def test_recorded_runs_are_healthy(path: Path, lines_at_once: int, tmp_path: Pat
     assert {"loss_spike", "gradient_spike", "throughput", "not_finite"} <= was_judged
 
 
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**32),
     noise=st.floats(0.0, 0.5),
@@ -94,6 +95,7 @@ def test_falling_noisy_losses_are_healthy(seed: int, noise: float, start: float,
         assert firing(seen) == set()
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), noise=st.floats(0.0, 0.35), drift=st.floats(-0.05, 0.05))
 def test_noisy_rates_are_healthy(seed: int, noise: float, drift: float) -> None:
     """Rates vary from one stretch to the next, and drift a little over the run."""
@@ -115,6 +117,7 @@ def test_one_odd_step_and_too_few_steps_say_nothing() -> None:
 # Trouble
 
 
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**32), noise=st.floats(0.0, 0.1), height=st.floats(1.5, 20.0), at_once=st.sampled_from([1, 10])
 )

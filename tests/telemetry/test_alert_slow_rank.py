@@ -100,6 +100,7 @@ def usual(rank: int, step: int) -> float:
 # Trouble
 
 
+@pytest.mark.campaign(but=("1.15-2",))
 @pytest.mark.parametrize(("factor", "rank"), [(1.15, 2), (1.5, 0), (3.0, 3)])
 def test_a_rank_that_becomes_slow_is_named_with_its_figures(tmp_path: Path, factor: float, rank: int) -> None:
     verdicts = watched(tmp_path, lambda one, step: usual(one, step) * (factor if one == rank and step >= 30 else 1))
@@ -166,6 +167,7 @@ HEALTHY: dict[str, OwnMs] = {
 }
 
 
+@pytest.mark.campaign(but=("a busy machine", "one rank for less than the window"))
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_runs_say_nothing(name: str, tmp_path: Path) -> None:
     assert states(watched(tmp_path, HEALTHY[name])) <= {"clear", "unknown"}

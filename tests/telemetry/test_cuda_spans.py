@@ -187,7 +187,7 @@ def test_a_device_that_never_answers_at_once_still_gives_lengths(tmp_path: Path)
         max_size=60,
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_whatever_the_device_does_times_are_within_the_error(
     drift: float,
     latency_us: int,

@@ -101,7 +101,7 @@ def true_offset_ns(clock: Simulated, host_ns: int) -> float:
 
 
 @given(clock=clocks, network=networks, times_s=rounds, seed=st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_offset_and_drift_lie_within_the_stated_error(
     clock: Simulated, network: Network, times_s: list[float], seed: int
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_ring_is_half_full_by_what_was_not_read(tmp_path: Path) -> None:
         reader.read()
 
 
+@pytest.mark.campaign(but=("spans-host1-in the middle", "phases-host0-without its head", "steps-host0-cut off"))
 @pytest.mark.parametrize("damage", ["cut off", "without its head", "in the middle"])
 @pytest.mark.parametrize("host", ["host0", "host1"])
 @pytest.mark.parametrize("table", ["spans", "phases", "steps"])

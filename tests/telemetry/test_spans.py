@@ -186,6 +186,7 @@ def test_the_process_of_a_host_ends_by_itself_when_all_ranks_have_closed(tmp_pat
     assert "memory_available_bytes" in names
 
 
+@pytest.mark.campaign(but=("False",))
 @pytest.mark.parametrize("has_kept_place", [True, False])
 def test_a_stream_that_a_killed_writer_left_is_read_and_taken_over(has_kept_place: bool, tmp_path: Path) -> None:
     rings, folder = tmp_path / "rings", tmp_path / "telemetry"

@@ -59,6 +59,7 @@ def test_parts_of_its_steps_add_up_within_a_hundredth(job: Trace) -> None:
     assert breakdown["other_s"] >= 0
 
 
+@pytest.mark.campaign
 @needs_job
 def test_its_timeline_is_equal_in_order_to_the_published_one(job: Trace, tmp_path: Path) -> None:
     """It draws communication from when the last of its ranks has begun it, which is what our launch skew says."""

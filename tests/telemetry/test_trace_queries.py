@@ -298,3 +298,14 @@ def test_what_a_writer_has_closed_and_what_is_still_live_are_one_run(tmp_path: P
     assert trace.groups()["ranks"].to_pylist() == [[0, 1]] * 4
     writer.close_part()
     assert len(trace.transfers()) == 5 * 2
+
+
+def test_many_questions_at_once_outlive_files_that_are_merged_meanwhile(tmp_path: Path) -> None:
+    trace = write_run(tmp_path, four_ranks(), GROUPS).shared()
+    before = trace.rank_averages()
+    for path in trace.folder.glob("steps/*/*.parquet"):
+        path.rename(path.with_stem(f"{path.stem}0"))
+    assert trace.rank_averages() == before
+    for path in trace.folder.glob("steps/host0/*.parquet"):
+        path.write_bytes(b"PAR1")
+    assert trace.rank_averages()["rank"].to_pylist() == [2, 3]

@@ -84,6 +84,7 @@ def test_who_is_slow_in_too_few_steps_is_not_called_well(tmp_path: Path) -> None
     assert not found.slow and "is slower in 67% of steps only" in found.verdict
 
 
+@pytest.mark.campaign(but=("8-3",))
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("steps", [8, 40])
 def test_few_ranks_of_a_noisy_job_blame_nobody_and_raise_no_doubt(tmp_path: Path, ranks: int, steps: int) -> None:

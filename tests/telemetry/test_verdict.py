@@ -93,6 +93,7 @@ def test_a_healthy_run_is_limited_by_its_own_work(tmp_path: Path) -> None:
     assert all(finding.share < 0.05 for finding in verdict.findings)
 
 
+@pytest.mark.campaign(but=("1",))
 @pytest.mark.parametrize("rank", [1, 6])
 def test_a_slow_rank_is_blamed_with_its_host(tmp_path: Path, rank: int) -> None:
     verdict = verdict_of(tmp_path, job(slow={rank: 1.3}))
@@ -167,13 +168,10 @@ def test_a_heavy_stage_is_no_slow_rank(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_long_now_and_then(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, job(long_steps={9: 600.0, 17: 500.0}))
+    verdict = verdict_of(tmp_path, job(long_steps={9: 6000.0, 17: 5000.0}))
     assert verdict.limit.cause == "irregular steps" and verdict.limit.steps == (9, 17)
     assert "--steps 9" in verdict.actions[0].command
-
-
-def test_what_a_cause_costs_and_the_step_are_of_one_measure(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, job(long_steps={9: 6000.0, 17: 5000.0}))
+    # What the cause costs and the step are of one measure.
     found = re.search(r"costs up to ([\d.]+) s of ([\d.]+) s a step \((\d+)%\)", verdict.sentence)
     assert found is not None, verdict.sentence
     lost_s, step_s, percent = (float(one) for one in found.groups())
@@ -287,6 +285,7 @@ def test_counters_say_why_a_host_is_slow(tmp_path: Path) -> None:
     assert "host1: DCGM_FI_DEV_SM_CLOCK was 900, of other hosts 1900" in verdict.why_sure
 
 
+@pytest.mark.campaign
 def test_of_12288_ranks_the_slow_host_is_found(tmp_path: Path) -> None:
     """Sums of 12,288 ranks and 6 steps, host 700 slow by 12 %."""
     ranks, steps = 12_288, 6
@@ -322,6 +321,7 @@ def test_of_12288_ranks_the_slow_host_is_found(tmp_path: Path) -> None:
     assert verdict.sentence.startswith("Host h0700 (ranks 5600, 5601")
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(not (SHARED / "straggler-analysis").is_dir(), reason="needs ByteDance's published traces")
 def test_the_published_guilty_worker(tmp_path: Path) -> None:
     import_traces([SHARED / "straggler-analysis/trace-AR.parquet"], tmp_path / "run")
