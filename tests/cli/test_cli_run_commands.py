@@ -391,3 +391,13 @@ def test_a_grace_is_a_number_of_seconds_and_no_contradiction(tmp_path: Path, mon
     assert asked == [None, 0.0, 90.0, 0.0]
     assert "contradict" in str(CliRunner().invoke(group, ["run", "stop", "--now", "--grace", "5"]).exception)
     assert CliRunner().invoke(group, ["run", "stop", "--grace", "-1"]).exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_job_without_a_supervisor_is_driven_by_the_command_itself(place: Place) -> None:
+    (place.path / "enough").touch()
+    command = place.begin("--no-supervisor")
+    assert command.wait(GUARD_S) == 0, place.said()
+    assert place.card()["pid"] == command.pid and place.card()["status"] == 0
+    assert not (place.run / "supervisor.json").exists()
+    assert any("bye" in line for line in place.lines())
