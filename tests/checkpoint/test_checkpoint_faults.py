@@ -131,6 +131,7 @@ save(Path(sys.argv[1]), 7, {"weight": torch.ones(3)}, {"fresh": True}, points=po
 """
 
 
+@pytest.mark.campaign(but=("checkpoint.tensors-written",))
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["checkpoint.tensors-written", "checkpoint.after-rename"])
 def test_kill_of_a_process_of_its_own(tmp_path: Path, stage: str) -> None:

@@ -60,6 +60,7 @@ def problems(outcomes: list[PersistOutcome]) -> list[str]:
     return [outcome.problem for outcome in outcomes if outcome.problem]
 
 
+@pytest.mark.campaign(but=("__0_0.distcp-28", "part-0.json-5", "manifest.json-5", "SHA256SUMS-30"))
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize(
     "file", ["__0_0.distcp", "__1_0.distcp", "part-0.json", ".metadata", "manifest.json", "SHA256SUMS"]

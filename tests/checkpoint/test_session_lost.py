@@ -154,6 +154,7 @@ def test_a_part_that_will_not_come_is_not_waited_for(tmp_path: Path, hosts: list
     assert [line for line in lines if "durable" in line] == [f"snapshot of step 2: not durable: step 2, rank 0: {why}"]
 
 
+@pytest.mark.campaign
 def test_what_was_told_before_the_publisher_began_counts(tmp_path: Path, hosts: list[Path]) -> None:
     def body(rank: Rank) -> int:
         rank.persister.suspend()
@@ -173,6 +174,7 @@ def test_what_was_told_before_the_publisher_began_counts(tmp_path: Path, hosts: 
     assert any("rank 1's host was lost" in line for line in run(tmp_path, hosts, body))
 
 
+@pytest.mark.campaign
 def test_a_publisher_that_is_gone_is_not_waited_for(tmp_path: Path, hosts: list[Path]) -> None:
     lines = run(tmp_path, hosts, losing(0, Rank.kill, begun=False))
     assert len([line for line in lines if "is lost" in line]) == 1

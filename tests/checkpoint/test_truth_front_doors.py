@@ -62,6 +62,15 @@ def test_one_flipped_bit_in_any_file_of_the_newest(door: tuple[Door, Path], tmp_
         require(door, tmp_path / "harmed", lambda path, number=number: flip(path, chance, number))  # type: ignore[misc]
 
 
+@pytest.mark.campaign(
+    but=(
+        "Trainer-swapped",
+        "phalanx train-deleted",
+        "restore_checkpoint-truncated",
+        "blank_weights-empty",
+        "Checkpointer.restore-swapped",
+    )
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HARMS)
 def test_any_file_of_the_newest_is_gone_cut_or_anothers(door: tuple[Door, Path], tmp_path: Path, how: str) -> None:
@@ -116,6 +125,15 @@ def test_a_pointer_without_any_checkpoint_is_no_fresh_folder(door: tuple[Door, P
     assert "latest-*.json" in refused.value.cure
 
 
+@pytest.mark.campaign(
+    but=(
+        "Trainer-FIFO",
+        "phalanx train-dangling link",
+        "restore_checkpoint-directory",
+        "blank_weights-FIFO",
+        "Checkpointer.restore-dangling link",
+    )
+)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["dangling link", "directory", "FIFO"])
 def test_whatever_lies_where_the_next_entry_of_the_pointer_goes(
