@@ -231,8 +231,10 @@ class MessageSocket:
         Raises HungUpError; and BlockingIOError where there is none and this end does not block.
         """
         try:
-            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            packet, descriptors, _, _ = socket.recv_fds(self._connection, PACKET_BYTES, _MAX_DESCRIPTORS, flags)
+            try:
+                packet, descriptors = self._receive()
+            except ConnectionResetError:  # it left without reading all; what it had sent before comes first
+                packet, descriptors = self._receive()
         except BlockingIOError:
             raise
         except OSError as error:
@@ -245,6 +247,10 @@ class MessageSocket:
                 file.seek(0)
                 packet = file.read()
         return pickle.loads(packet), descriptors
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        return socket.recv_fds(self._connection, PACKET_BYTES, _MAX_DESCRIPTORS, flags)[:2]
 
     def close(self) -> None:
         """Hang up."""

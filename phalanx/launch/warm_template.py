@@ -131,6 +131,7 @@ class TemplateProcess:
         try:
             self._socket.send(message, descriptors)
         except HungUpError as error:
+            self._read()  # how ranks ended may have come before
             self._hung_up()
             raise TemplateGoneError(str(error)) from error
 

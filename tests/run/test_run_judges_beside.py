@@ -9,6 +9,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,33 @@ def test_the_logs_of_the_attempt_that_failed_say_why_and_whose_host(tmp_path: Pa
     ((judge, found, incident),) = asyncio.run(story()).kept
     assert (judge, incident) == ("logs", 4) and "KeyError" in found.sentence
     assert named(found, "hosts") in ((), ("b",))
+
+
+def test_logs_are_read_when_all_ranks_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to fail may be a follower; who caused it may still be writing."""
+
+    async def story() -> tuple[list[str], str]:
+        driver = HeardBy(replace(running_state(), phase="diagnosing"))
+        judges = RunJudges(config(tmp_path), driver, tmp_path, tmp_path)  # type: ignore[arg-type]
+        asked = asyncio.get_running_loop().create_future()
+        phases = iter(("diagnosing", "stopping", "stopping", "checking"))
+
+        async def poll(_: float) -> None:
+            driver.state = replace(driver.state, phase=next(phases))
+
+        async def ask(question: Question) -> list[Any]:
+            asked.set_result(driver.state.phase)
+            return []
+
+        monkeypatch.setattr(run_judges, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": poll}))
+        monkeypatch.setattr(judges, "_ask", ask)
+        judges.heard(OpenIncident(1, 1, "executor of b", "rank 1"))
+        reading = asyncio.create_task(judges._watch_logs())
+        phase = await asyncio.wait_for(asked, GUARD_S)
+        reading.cancel()
+        return list(phases), phase
+
+    assert asyncio.run(story()) == ([], "checking")
 
 
 def test_a_job_that_has_failed_waits_for_the_logs_and_not_for_ever(

@@ -53,7 +53,10 @@ _USUAL_STEPS = 3.5
 
 _POLL_S = 1.0
 _AGAIN_S = 60.0
-_SETTLE_S = 0.5  # for the last lines of an attempt to reach its files
+_END_S = 10.0
+"""At most, for the ranks of an attempt to end: ones that save for longer say nothing more of why it failed."""
+
+_END_POLL_S = 0.05
 _LAST_WORD_S = {USER_CODE: 2.0, NO_HOSTS: 6.0, NO_PROGRESS: 6.0}
 """For the logs of a job that has just ended so; of what its own code raised people see the traceback."""
 
@@ -157,10 +160,17 @@ class RunJudges:
         while True:
             failed = await self._failed.get()
             try:
-                await asyncio.sleep(_SETTLE_S)
+                await self._until_ended(failed.attempt)
                 await self._read_logs(failed)
             finally:
                 self._failed.task_done()
+
+    async def _until_ended(self, attempt: int) -> None:
+        """Executors say so when the last lines of ranks are in the files: the culprit may write them late."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                while (state := self._driver.state).attempt == attempt and state.phase in ("diagnosing", "stopping"):
+                    await asyncio.sleep(_END_POLL_S)
 
     async def _read_logs(self, failed: _Failed) -> None:
         rules = tuple(str(Path(rule).absolute()) for rule in self._config.rules)
