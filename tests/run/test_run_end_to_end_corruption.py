@@ -48,6 +48,7 @@ main()
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_its_host_is_blamed_and_the_job_goes_on_from_before(tmp_path: Path) -> None:
     keepers = tmp_path / "keepers"
