@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Whoever runs the tests in the background of a script, or under nohup, has SIGINT, SIGQUIT or SIGHUP ignored: then
     no test of a Ctrl-C or of a terminal that is closed could pass.
     """
+    sys.dont_write_bytecode = False  # pytest keeps the assertions that it has rewritten: 11 s of CPU for all files
     os.environ.setdefault("PHALANX_WARM_CACHE", "")  # what one test has learnt is not for the next
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, by whomever
@@ -70,7 +71,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 
