@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.settled import until_at_rest, until_in_loop
 
 from phalanx.detect.hangs.python_stacks import main_stack
 from phalanx.detect.hangs.stack_dumps import Stacks, format_py_spy, py_spy_program, stacks_of
@@ -31,7 +32,12 @@ LIMIT_S = 30.0  # generous: nothing here takes that long but what hangs, and tha
 NO_PY_SPY = Path("/no/such/py-spy")
 
 SLEEPS = "def wait_for_peer():\n  print('ready', flush=True)\n  time.sleep(100)\nwait_for_peer()"
-HOLDS_GIL = "def hold():\n  print('ready', flush=True)\n  while True: ctypes.PyDLL(None).sleep(100)\nhold()"
+HOLDS_GIL = """
+sleep = ctypes.PyDLL(None).sleep  # a signal ends it, and what is looked up each time is seen instead
+def hold():
+  print('ready', flush=True)
+  while True: sleep(100)
+hold()"""
 SPINS = "def spin():\n  print('ready', flush=True)\n  while True: pass\nspin()"
 
 
@@ -40,10 +46,11 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
 
     def start(self, program: str) -> subprocess.Popen:
-        """A Python that has said that it is ready."""
+        """A Python that is where it is to be: in its loop, or where it waits; it says so a moment before."""
         process = subprocess.Popen([sys.executable, "-c", f"import ctypes, time\n{program}"], stdout=-1, text=True)
         self._processes.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        (until_in_loop if program.endswith(SPINS) else until_at_rest)(process.pid)
         return process
 
     def close(self) -> None:
@@ -83,7 +90,8 @@ def test_ranks_that_hang_in_different_ways_are_told_apart(ranks: Ranks, may_look
     gone = subprocess.Popen(["true"])
     gone.wait()
     os.kill(stopped.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+    for pid, state in ((stopped.pid, "T"), (other.pid, "S")):
+        until_at_rest(pid, state)
     all_pids = [process.pid for process in (sleeping, holding, stopped, spinning, other, gone)]
     evidence = gather(
         [Subject(rank, pid, progress=lambda: ("backward", 7)) for rank, pid in enumerate(all_pids)],
@@ -163,7 +171,7 @@ def test_a_stopped_rank_that_cannot_write_is_silent(ranks: Ranks, tmp_path: Path
     dump = tmp_path / "stacks"
     process = ranks.start(registered(dump, SLEEPS))
     os.kill(process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    until_at_rest(process.pid, "T")
     found = stacks_of(process.pid, time.monotonic() + 0.3, program=NO_PY_SPY, dump=dump)
     assert found.is_silent and found.text == ""
 
