@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.progress_pages import read_progress
+from support.settled import until_at_rest
 
 from phalanx.core import progress
 from phalanx.core.progress import (
@@ -313,6 +314,8 @@ def test_a_writer_that_is_cut_off_leaves_a_whole_page(tmp_path: Path, number: si
             process.send_signal(number)
             if number == signal.SIGKILL:
                 process.wait()
+            else:
+                until_at_rest(process.pid, "T")
             found = reader.read()
             assert found is not None and found.loss == float(found.step)
         finally:

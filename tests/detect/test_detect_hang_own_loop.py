@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import detect_hang_page
 import pytest
 from support.own_loop import paused_loop
+from support.settled import until_at_rest, until_in_loop
 
 from phalanx.detect.detection import JudgeVerdict
 from phalanx.detect.hangs.hang_judge import HangContext, HangPolicy, judge_hang
@@ -187,48 +188,50 @@ def test_of_another_host_the_share_of_a_core_is_known(kind: str, share: float, m
 # Real processes
 
 
-def looked_at(code: str, *arguments: str) -> RankMotion:
+def looked_at(code: str, *arguments: str, until: Callable[[int], None]) -> RankMotion:
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"there\n"
+            until(process.pid)
             return look_at_ranks({3: process.pid})[3]
         finally:
             process.kill()
 
 
-THERE = "import sys, time, os\nprint('there', flush=True)\n"
+THERE = "import os, queue, sys, threading, time\nprint('there', flush=True)\n"
 
 
 @LOOKS
 @pytest.mark.parametrize(
-    ("code", "moves"),
+    ("code", "until", "moves"),
     [
-        ("import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()", False),
-        ("time.sleep(1000)", False),
-        ("done = False\nwhile not done:\n    done = time.monotonic() < 0", False),
-        ("def f():\n    while True:\n        now = time.time()\n        if now < 0: break\nf()", False),
-        ("def f():\n    return [hash((n, x)) for x in range(10**9) for n in range(3)]\nf()", True),
+        ("lock = threading.Lock()\nlock.acquire()\nlock.acquire()", until_at_rest, False),
+        ("time.sleep(1000)", until_at_rest, False),
+        ("done = False\nwhile not done:\n    done = time.monotonic() < 0", until_in_loop, False),
+        ("def f():\n    while True:\n        now = time.time()\n        if now < 0: break\nf()", until_in_loop, False),
+        ("def f():\n    return [hash((n, x)) for x in range(10**9) for n in range(3)]\nf()", until_in_loop, True),
         (
             "with open(sys.argv[1], 'wb') as f:\n    while f.write(bytes(1 << 20)):\n        time.sleep(0.02)",
+            until_in_loop,
             True,
         ),
     ],
     ids=["lock", "sleep", "endless", "endless with a time", "one line", "writes"],
 )
-def test_looks_tell_what_gets_on_from_what_stands_still(code: str, moves: bool, tmp_path: Path) -> None:
-    motion = looked_at(THERE + code, str(tmp_path / "file"))
+def test_looks_tell_what_gets_on_from_what_stands_still(
+    code: str, until: Callable[[int], None], moves: bool, tmp_path: Path
+) -> None:
+    motion = looked_at(THERE + code, str(tmp_path / "file"), until=until)
     assert motion.moves is moves, motion
     assert all(isinstance(frame, Frame) for frame in motion.frames)
 
 
 @LOOKS
-@pytest.mark.parametrize(
-    "code", ["import queue\nqueue.Queue().get()", "import threading\nthreading.Event().wait()", "time.sleep(1000)"]
-)
+@pytest.mark.parametrize("code", ["queue.Queue().get()", "threading.Event().wait()", "time.sleep(1000)"])
 def test_real_waits_of_a_program_are_seen(code: str) -> None:
-    motion = looked_at(THERE + code)
+    motion = looked_at(THERE + code, until=until_at_rest)
     assert motion.moves is False and (motion.sleeps or waits_in_program(motion.frames) is not None), motion
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from faults_helpers import TORCH_LOOP, Job, incident, job_folder, running, state_of, until
+from support.settled import until_at_rest
 from train_helpers import Commands
 
 from phalanx.faults.fault_schedule import Begun, Order, is_due, still_lasts
@@ -48,6 +49,7 @@ def test_a_worker_stands_still_for_ever(kind: str, folder: Path) -> None:
         assert "loop.py" in stack
         assert process.poll() is None
         if kind == "deadlock":  # the thread that beats every millisecond does so no more
+            until_at_rest(process.pid)
             first = (folder / "beats").stat().st_size
             time.sleep(0.3)
             assert (folder / "beats").stat().st_size == first

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
+from phalanx.ipc.processes import read_process
 from phalanx.run.executor.reaper import Reaper, choose_containment, run_guarded
 from phalanx.telemetry.recording import open_recording
 from phalanx.telemetry.writer_place import WriterPlace
@@ -63,7 +64,11 @@ def deaf(ready: Callable[[], object]) -> None:
 
 
 def stopped(ready: Callable[[], object]) -> None:
-    ready()
+    if os.fork() == 0:
+        while (rank := read_process(os.getppid())) is None or rank.state != "T":
+            time.sleep(0.01)
+        ready()
+        os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(LIVES_S)
 

@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.settled import until_at_rest, until_in_loop
 
 from phalanx.detect.hangs.python_stacks import main_stack
 from phalanx.detect.hangs.stack_dumps import Stacks, format_py_spy, py_spy_program, stacks_of
 from phalanx.detect.logs.log_rules import Matcher, load_rules
-from phalanx.ipc.processes import dump_signal, read_process
+from phalanx.ipc.processes import Process, dump_signal, read_process
 from phalanx.run.executor.flight_recorder import FlightSource, Subject, gather
 from phalanx.run.executor.host_monitor import FindingReader
 from phalanx.run.judge.line_watch import KERNEL_RANK
@@ -31,7 +33,12 @@ LIMIT_S = 30.0  # generous: nothing here takes that long but what hangs, and tha
 NO_PY_SPY = Path("/no/such/py-spy")
 
 SLEEPS = "def wait_for_peer():\n  print('ready', flush=True)\n  time.sleep(100)\nwait_for_peer()"
-HOLDS_GIL = "def hold():\n  print('ready', flush=True)\n  while True: ctypes.PyDLL(None).sleep(100)\nhold()"
+HOLDS_GIL = """
+sleep = ctypes.PyDLL(None).sleep  # a signal ends it, and what is looked up each time is seen instead
+def hold():
+  print('ready', flush=True)
+  while True: sleep(100)
+hold()"""
 SPINS = "def spin():\n  print('ready', flush=True)\n  while True: pass\nspin()"
 
 
@@ -40,10 +47,11 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
 
     def start(self, program: str) -> subprocess.Popen:
-        """A Python that has said that it is ready."""
+        """A Python that is where it is to be: in its loop, or where it waits; it says so a moment before."""
         process = subprocess.Popen([sys.executable, "-c", f"import ctypes, time\n{program}"], stdout=-1, text=True)
         self._processes.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        (until_in_loop if program.endswith(SPINS) else until_at_rest)(process.pid)
         return process
 
     def close(self) -> None:
@@ -83,7 +91,8 @@ def test_ranks_that_hang_in_different_ways_are_told_apart(ranks: Ranks, may_look
     gone = subprocess.Popen(["true"])
     gone.wait()
     os.kill(stopped.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+    for pid, state in ((stopped.pid, "T"), (other.pid, "S")):
+        until_at_rest(pid, state)
     all_pids = [process.pid for process in (sleeping, holding, stopped, spinning, other, gone)]
     evidence = gather(
         [Subject(rank, pid, progress=lambda: ("backward", 7)) for rank, pid in enumerate(all_pids)],
@@ -163,9 +172,51 @@ def test_a_stopped_rank_that_cannot_write_is_silent(ranks: Ranks, tmp_path: Path
     dump = tmp_path / "stacks"
     process = ranks.start(registered(dump, SLEEPS))
     os.kill(process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    until_at_rest(process.pid, "T")
     found = stacks_of(process.pid, time.monotonic() + 0.3, program=NO_PY_SPY, dump=dump)
     assert found.is_silent and found.text == ""
+
+
+def test_the_state_of_a_rank_is_read_before_it_is_woken_for_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, is_asked = read_process(os.getpid()), threading.Event()
+    assert process is not None
+
+    def look(*_: object) -> Process:
+        is_asked.wait(0.1)  # so that a question that does not wait comes first
+        return replace(process, state="R" if is_asked.is_set() else "S")
+
+    def ask(*_: object, **__: object) -> Stacks:
+        is_asked.set()
+        return Stacks("its stacks")
+
+    monkeypatch.setattr("phalanx.run.executor.flight_recorder.read_process", look)
+    monkeypatch.setattr("phalanx.run.executor.flight_recorder.stacks_of", ask)
+    monkeypatch.setattr("phalanx.run.executor.flight_recorder._STATE_S", LIMIT_S)
+    (found,) = gather([Subject(0, process.pid)], attempt=1, within_s=LIMIT_S, program=NO_PY_SPY).ranks
+    assert (found.state, found.stacks) == ("S", "its stacks")
+
+
+def test_stacks_are_complete_only_with_a_frame_at_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that gets no core for a second after the head of a thread, goes on to write."""
+    (tmp_path / "73").mkdir()
+    (tmp_path / "73" / "stat").write_text("73 (python) S 1 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 5 0 900 0 0")
+    (tmp_path / "73" / "status").write_text(f"SigCgt:\t{1 << dump_signal() - 1:016x}\n")
+    dump, now_s = tmp_path / "dump", [0.0]
+    dump.touch()
+    head, frame = "Current thread 0x7f (most recent call first):\n", '  File "train.py", line 3 in backward\n'
+    pieces = {0.1: f"{head}{frame}\n{head}", 1.1: frame}
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        with dump.open("a") as file:
+            file.writelines(pieces.pop(at_s) for at_s in sorted(pieces) if at_s <= now_s[0])
+
+    monkeypatch.setattr("phalanx.detect.hangs.stack_dumps.send", lambda *_: None)
+    monkeypatch.setattr(
+        "phalanx.detect.hangs.stack_dumps.time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep)
+    )
+    found = stacks_of(73, LIMIT_S, program=None, dump=dump, proc=tmp_path)
+    assert found.text == f"{head}{frame}\n{head}{frame}".strip() and now_s[0] < LIMIT_S
 
 
 def test_everything_may_hang_and_the_limit_is_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from support.settled import until_at_rest, until_in_loop
 
 from phalanx.detect.hangs.socket_activity import (
     QUIET_S,
@@ -245,14 +246,18 @@ def test_who_sleeps_waits_is_stopped_or_goes_round_in_one_place_stands_still(
         start(DOWNLOADS.format(bytes=80_000, where=IN_A_CHILD))
         ranks = {
             "sleeps": start(SLEEPS),
-            "hears a word now and then": start(DOWNLOADS.format(bytes=100, where=IN_A_CHILD)),
             "waits for words of a child that is silent": start(TALKS.format(every_s=600)),
             **{f"waits for {kind}": stack.enter_context(sender(kind, every_s=600)) for kind in ("unix", "UDP")},
-            "is stopped": start(WALKS),
         }
+        for one in ranks.values():
+            until_at_rest(one.pid)
+        ranks["hears a word now and then"] = start(DOWNLOADS.format(bytes=100, where=IN_A_CHILD))
+        ranks["is stopped"] = start(WALKS)
         os.kill(ranks["is stopped"].pid, signal.SIGSTOP)
+        until_at_rest(ranks["is stopped"].pid, "T")
         if watch.program is not None:
             ranks["goes round"] = start(SPINS)
+            until_in_loop(ranks["goes round"].pid)
         assert still_of(ranks, watch, clock, looks=6) == dict.fromkeys(ranks, 2.0 * 5)
 
 

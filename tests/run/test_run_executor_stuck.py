@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from run_executor_parts import GUARD_S, Monitor, WithoutTorch, make_executor, workers_of
+from support.settled import until_at_rest
 
 from phalanx.detect.hangs.python_stacks import main_stack
 from phalanx.detect.hangs.stack_dumps import py_spy_program, stacks_of
@@ -65,19 +66,13 @@ async def evidence_of_stuck_ranks(folder: Path, program: Path | None) -> message
         await driver.until(messages.Heartbeat, lambda beat: [w.step for w in workers_of(beat)] == [2, 2, 2])
         os.kill(pids[2], signal.SIGSTOP)
         for rank, state in enumerate("SST"):  # one has said its step before it is stuck
-            await until_state(pids[rank], state)
+            await asyncio.to_thread(until_at_rest, pids[rank], state)
         executor.hear(messages.Gather(1, [], WITHIN_S))
         return await driver.until(messages.Evidence)
     finally:
         executor.hear(messages.End("the test is over"))
         await asyncio.wait_for(task, GUARD_S)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
-
-
-async def until_state(pid: int, state: str) -> None:
-    async with asyncio.timeout(GUARD_S):
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
-            await asyncio.sleep(0.01)
 
 
 def gathered(folder: Path, program: Path | None) -> dict[int, messages.RankEvidence]:
