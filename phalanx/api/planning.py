@@ -21,7 +21,7 @@ from phalanx.plan.overheads import residual_of
 from phalanx.plan.predict import predict
 from phalanx.plan.report.report_model import PredictionReport, prediction_json
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import SearchTarget, parse, restricted
+from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import SearchResult, reliefs
 from phalanx.plan.search.search import search as search_layouts
@@ -113,9 +113,6 @@ def search(
     if top < 1:
         raise UserError("is no number of layouts", cure="give 1 or more", field="top", value=top)
     program, asked = program_named(software), parse(pairs(where, "where"))
-    if program is not None:
-        # Other programs have fewer schedules and ways to split state than the planner knows.
-        asked = restricted(asked, program.name)
     machine, remarks = cluster_of(config, cluster, devices)
     searched = as_efficient(_job_to_search(config, machine), machine, efficiency)
     job = searched.job if program is None else replace(searched.job, software=program)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import UserError
 from phalanx.optim.config import Kind
 from phalanx.parallel.config import Schedule
-from phalanx.plan.hardware.cluster import EFFICIENCY, Cluster
+from phalanx.plan.hardware.cluster import EFFICIENCY, Cluster, load_device
 from phalanx.plan.hardware.device_model import Device
 from phalanx.plan.jobs import moment_bytes_of
 from phalanx.plan.operations import weight_bytes
@@ -171,8 +171,9 @@ LEARNT = Residual(kernels=3.63, spread=0.115)  # of a program and a cluster that
 OWN_SPREAD = 0.056
 """Of a program on a cluster whose efficiency is known: how far steps of one publication lie around their median."""
 
-_DEVICES = frozenset(("a100_sxm_80gb", "h100_sxm", "h200_sxm"))
+_LEARNT_ON = ("a100_sxm_80gb", "h100_sxm", "h200_sxm")
 """What it is learnt on, and the one whose cores are the same. Devices that were measured have no such residual."""
+_SAME_WITHIN = 0.08  # of two devices that are one: data sheets and drivers differ in what 80 GB are
 
 LEAST_EFFICIENCY, MOST_EFFICIENCY = 0.1, 2.0
 
@@ -189,7 +190,7 @@ def residual_of(cluster: Cluster, efficiency: float | None = None) -> Residual:
         efficiency: of a program there, from `phalanx plan validate --tables FILE`; None: that of the cluster's file,
             if it has one.
     """
-    learnt = LEARNT if cluster.device.name in _DEVICES else Residual()
+    learnt = LEARNT if _is_learnt_on(*_identity(cluster.device)) else Residual()
     if efficiency is None:
         if EFFICIENCY not in cluster.numbers:
             return learnt
@@ -203,6 +204,19 @@ def residual_of(cluster: Cluster, efficiency: float | None = None) -> Residual:
             value=efficiency,
         )
     return Residual(learnt.kernels, efficiency, OWN_SPREAD if learnt.spread else 0.0)
+
+
+def _identity(device: Device) -> tuple[float, float, float]:
+    """What tells devices apart, whatever their files are called: FLOP/s, bytes/s and bytes."""
+    return device.peak_flops_per_s("bf16"), device.memory_bytes_per_s, device.memory_bytes
+
+
+@lru_cache(maxsize=256)
+def _is_learnt_on(*identity: float) -> bool:
+    known = (_identity(load_device(name)) for name in _LEARNT_ON)
+    return any(
+        all(abs(own / other - 1) <= _SAME_WITHIN for own, other in zip(identity, each, strict=True)) for each in known
+    )
 
 
 def spread_of(cluster: Cluster) -> Spread:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from phalanx.cli.plan_command import command as plan
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.cluster import load_cluster
+from phalanx.plan.hardware.cluster import Cluster, load_cluster
 from phalanx.plan.overheads import LEARNT, OWN_SPREAD, residual_of
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
@@ -30,6 +30,7 @@ from phalanx.plan.software import (
 from phalanx.plan.types import Job, Model, Residual, Strategy
 
 ROOT = Path(__file__).parents[2]
+HARDWARE = ROOT / "phalanx" / "plan" / "hardware"
 GPT = str(ROOT / "configs" / "plan" / "gpt-175b.toml")
 ON = ("--devices", "512", "parallel.pipeline=8", "parallel.tensor=8", "train.micro_batch=1")
 MODEL = Model(layers=32, hidden=4096, heads=32, vocab_rows=32000, max_sequence=4096)
@@ -86,6 +87,33 @@ def test_it_holds_for_gpus_that_it_is_learnt_on_and_for_no_machine_that_was_meas
     assert residual_of(load_cluster("cpu_host", 1)) == residual_of(load_cluster("frontier", 8)) == Residual()
     assert residual_of(load_cluster("cpu_host", 1), 0.9) == Residual(1.0, 0.9, 0.0)
     assert residual_of(load_cluster("h200_400g", 8), 0.9) == Residual(LEARNT.kernels, 0.9, OWN_SPREAD)
+
+
+def _cluster_of(folder: Path, device: str, like: str, **numbers: str) -> Cluster:
+    """`like` under another name, with other numbers, in a copy of its cluster."""
+    text = (HARDWARE / "devices" / f"{like}.toml").read_text()
+    for key, value in numbers.items():
+        text, times = re.subn(rf"^{key} = {{ value = [^,]+", f"{key} = {{ value = {value}", text, flags=re.MULTILINE)
+        assert times == 1
+    (folder / f"{device}.toml").write_text(text)
+    cluster = (HARDWARE / "clusters" / "h100_400g.toml").read_text()
+    (folder / "mine.toml").write_text(cluster.replace('"h100_sxm"', f'"{device}.toml"'))
+    return load_cluster(folder / "mine.toml", 64)
+
+
+@pytest.mark.parametrize("like", ["h100_sxm", "h200_sxm", "a100_sxm_80gb"])
+def test_a_device_is_what_its_numbers_say_not_what_its_file_is_called(like: str, tmp_path: Path) -> None:
+    copied = _cluster_of(tmp_path, "ours", like, memory_bytes="85.9e9" if "h200" not in like else "141e9")
+    assert residual_of(copied) == LEARNT
+    if like == "h100_sxm":
+        assert predict(JOB, SPREAD, copied).step_s == predict(JOB, SPREAD, CLUSTER).step_s
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"peak_half_flops_per_s": "1500e12"}, {"memory_bytes_per_s": "2e12"}, {"memory_bytes": "96e9"}]
+)
+def test_an_invented_device_under_a_known_name_has_no_correction(numbers: dict[str, str], tmp_path: Path) -> None:
+    assert residual_of(_cluster_of(tmp_path, "h100_sxm", "h100_sxm", **numbers)) == Residual()
 
 
 def test_a_clusters_file_may_say_its_efficiency(tmp_path: Path) -> None:

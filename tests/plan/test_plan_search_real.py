@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from phalanx.api.planning import lacking
+from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.hardware import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
@@ -16,9 +18,11 @@ from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import memory_bytes, search
 from phalanx.plan.search.space import SearchSpace, layouts
+from phalanx.plan.software import PHALANX, SOFTWARE
 from phalanx.plan.types import Job, Model, Strategy
 
 SMALL = Model(layers=24, hidden=2048, heads=16, vocab_rows=51200, max_sequence=4096)
+TINY = Model(layers=4, hidden=1024, heads=8, vocab_rows=51200, max_sequence=4096)
 LARGE = Model(layers=96, hidden=12288, heads=96, vocab_rows=51200, max_sequence=2048)
 CASES = {
     "small": (Job(SMALL, 4096, 64), 16, []),
@@ -101,3 +105,45 @@ def test_the_best_are_those_of_predicting_a_random_subspace(seed: int) -> None:
     result = search(job, machine, costs, parse(words), top=10)
     assert result.proven and result.candidates == len(every) and result.fitting >= len(fitting)
     assert [one.step_s for one in result.best] == pytest.approx(fitting[:10], rel=1e-12)
+
+
+WITHIN = {
+    "ours": (PHALANX.name, 8, 4096, ["context=1"]),
+    "ours, one choice": (PHALANX.name, 4, 4096, ["zero=3"]),
+    "megatron 2021": ("megatron-lm-2021", 8, 4096, []),
+    "megatron 2022": ("megatron-lm-2022", 16, 4096, []),
+    "megatron 2022, one device": ("megatron-lm-2022", 1, 4096, []),
+    "megatron core": ("megatron-core", 8, 8192, ["chunks=1"]),
+    "megascale": ("megascale", 8, 4096, ["zero=2"]),
+    "fsdp2": ("fsdp2", 8, 4096, ["pipeline=1"]),
+    "fsdp2, nothing to split": ("fsdp2", 8, 4096, ["shard=1", "context=1", "pipeline=1"]),
+    "fsdp2 compiled": ("fsdp2-compiled", 2, 4096, []),
+    "deepspeed": ("deepspeed", 16, 2048, []),
+    "deepspeed, whole": ("deepspeed", 4, 2048, ["zero=0"]),
+    "deepspeed zero 3": ("deepspeed-zero3", 1, 2048, []),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_program_is_searched_as_brute_force_finds_what_it_has(name: str) -> None:
+    """What a program has is judged here as its layouts are refused: a setting without effect is nobody's lack."""
+    program, devices, sequence, words = WITHIN[name]
+    job = Job(replace(TINY, max_sequence=sequence), sequence, 32, software=SOFTWARE[program])
+    costs, machine = costs_of(job, devices)
+    words = [*words, "micro_batch<=2", "chunks<=2"]
+    # Of a program that has everything, and is the same else.
+    anything = replace(job, software=replace(SOFTWARE[program], name=PHALANX.name))
+    space = layouts(anything, machine, parse(words))
+    every = [space.strategy(at, int(row)) for at, group in enumerate(space.groups) for row in group.rows]
+    own = [one for one in every if lacking(program, _as_config(one)) is None]
+    limit = parse(words).memory_bytes(machine.memory_bytes)
+    predicted = [costs.predict(one) for one in own]
+    fitting = sorted(one.step_s for one in predicted if memory_bytes(one) <= limit)
+    found = search(job, machine, costs, parse(words), top=5)
+    assert found.proven and found.candidates == len(own)
+    assert [one.step_s for one in found.best] == pytest.approx(fitting[:5], rel=1e-12)
+
+
+def _as_config(one: Strategy) -> ParallelConfig:
+    names = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "schedule", "zero", "tensor_overlap")
+    return ParallelConfig.model_construct(**{name: getattr(one, name) for name in names})

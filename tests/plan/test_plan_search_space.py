@@ -183,8 +183,11 @@ def test_experts_are_spread_over_data_parallel_ranks() -> None:
 
 def test_more_choices_are_tried_where_they_are_asked_for() -> None:
     job, machine = Job(GPT3, 2048, 64), SearchTarget(16, 8, 80e9)
-    words = ["recompute=attention", "sequence_parallel=true,false", "bucket_bytes=25MB,0", "tensor_overlap=none"]
+    words = ["recompute=attention", "sequence_parallel=true,false", "bucket_bytes=25MB,0", "tensor_overlap=chunked"]
     space = layouts(job, machine, parse(words))
+    # Without sequence parallelism nothing can be overlapped.
+    tensor = {(group.settings["sequence_parallel"], group.settings["tensor_overlap"]) for group in space.groups}
+    assert tensor == {(True, "none"), (True, "chunked"), (False, "none")}
     assert {group.settings["recompute"] for group in space.groups} == {"attention"}
     assert {group.settings["bucket_bytes"] for group in space.groups} == {25_000_000, 0}
     for group in space.groups:

@@ -71,12 +71,13 @@ _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Bound:
-    """Values that a number may have. `default`: nobody asked for it."""
+    """Values that a number may have. `default`: nobody asked for it; `program`: that has no others."""
 
     name: str
     comparison: str
     values: tuple[float, ...]
     default: bool = False
+    program: str = ""
 
     @property
     def text(self) -> str:
@@ -143,12 +144,14 @@ def restricted(asked: Constraints, program: str) -> Constraints:
     choices, bounds = dict(asked.choices), list(asked.bounds)
     for key, allowed in LAYOUTS.get(program, {}).items():
         if key in CHOICES:
-            choices[key] = tuple(value for value in choices.get(key, allowed) if value in allowed)
+            # Every program can leave whole what has one rank, which is what zero = 0 is there.
+            has = (0, *allowed) if key == "zero" else allowed
+            choices[key] = tuple(value for value in choices.get(key, has) if value in has)
             if not choices[key]:
                 cure = f"take {' or '.join(map(str, allowed))}, or search for another program"
                 raise UserError(f"is not what {program} has", cure=cure, field=key, value=asked.choices[key][0])
         else:
-            bounds.append(Bound(key, "=", tuple(float(value) for value in allowed)))
+            bounds.append(Bound(key, "=", tuple(float(value) for value in allowed), program=program))
     return replace(asked, choices=choices, bounds=tuple(bounds))
 
 

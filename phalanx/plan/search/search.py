@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.plan.search.constraints import CHOICES, Constraints, SearchTarget, options_of, parse, restricted
+from phalanx.plan.search.constraints import CHOICES, Constraints, SearchTarget, options_of, parse
 from phalanx.plan.search.frontier import Best, CostModel, Frontier, memory_bytes, scored
 from phalanx.plan.search.space import NUMERIC, Mask, Removed, SearchSpace, layouts
 from phalanx.plan.types import Job, Prediction, Strategy
@@ -292,7 +292,7 @@ def reliefs(
     They differ from it in the micro-batch, in what is computed again, and in what of the state is split.
     """
     try:
-        asked = restricted(_like(strategy), job.software.name)
+        asked = _like(strategy)
         # What no setting says is no cure: attention alone is computed again by other programs, by keys of theirs.
         levels = tuple(level for level in options_of(job, machine, asked)["recompute"] if level != "attention")
         asked = replace(asked, choices={**asked.choices, "recompute": levels})

@@ -19,7 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.layout import divisors
-from phalanx.plan.search.constraints import HOST_AXES, NUMBERS, Bound, Constraints, SearchTarget, options_of
+from phalanx.plan.search.constraints import (
+    HOST_AXES,
+    NUMBERS,
+    Bound,
+    Constraints,
+    SearchTarget,
+    options_of,
+    restricted,
+)
 from phalanx.plan.types import Job, Strategy
 
 Column = NDArray[np.int64]
@@ -77,11 +85,12 @@ class SearchSpace:
 
 
 def layouts(job: Job, machine: SearchTarget, asked: Constraints) -> SearchSpace:
-    """Every layout of `job` on `machine` that `asked` allows; each of them once.
+    """Every layout of `job` on `machine` that `asked` allows and the job's program has; each of them once.
 
     A choice that changes nothing has one value: without a pipeline the schedule is 1f1b, without ranks that could split
     state `zero` is 0, and so on.
     """
+    asked = restricted(asked, job.software.name)
     table = numeric_layouts(job, machine, asked)
     options = options_of(job, machine, asked)
     for make in _DIMENSIONS if len(table) else ():
@@ -142,11 +151,10 @@ def _tensor_styles(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any
     rows = table["micro_batch"] * job.sequence // table["context"]
     splits = many & (rows % table["tensor"] == 0)
     alone = Option({"sequence_parallel": True, "tensor_overlap": "none"}, ~many)
-    pairs = itertools.product(allowed["sequence_parallel"], allowed["tensor_overlap"])
     found = [
         Option({"sequence_parallel": parallel, "tensor_overlap": overlap}, splits if parallel else many)
-        for parallel, overlap in pairs
-        if parallel or overlap == "none"
+        for parallel in allowed["sequence_parallel"]
+        for overlap in (allowed["tensor_overlap"] if parallel else ("none",))
     ]
     return _joined([alone, *found])
 
@@ -265,8 +273,10 @@ def _bound_rule(bound: Bound) -> Rule:
         allowed: Mask = bound.allows(table[bound.name] / scale)
         return allowed | (table[neutral] == 1) if neutral else allowed
 
-    default = " unless asked otherwise" if bound.default else ""
+    default = " unless asked otherwise" if bound.default else f" of {bound.program}" if bound.program else ""
     lift = f"write {bound.name}=any" if bound.default else f"leave out {bound.text}"
+    if bound.program:
+        lift = "search for another program"
     return Rule(f"{bound.text} ({NUMBERS[bound.name]}){default}", lift, holds)
 
 
