@@ -231,7 +231,7 @@ def configured_vocab_size(config: TokenizerConfig) -> int:
 def _size_of_file(path: Path) -> int:
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         vocabulary = content["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         added = [token["id"] for token in content.get("added_tokens", ())]

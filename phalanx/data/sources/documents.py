@@ -11,6 +11,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
 from phalanx.data.sources.input_files import FilePart, parquet_rows
 from phalanx.data.sources.text_reader import (
+    BYTE_ORDER_MARK,
     TextPiece,
     Utf8,
     bad_byte,
@@ -26,9 +27,6 @@ from phalanx.data.sources.text_reader import (
 
 Reader = Callable[[SourceConfig, FilePart], Iterator[TextPiece]]
 Refuse = Callable[[str, str], UserError]  # a problem and its cure
-_BYTE_ORDER_MARK = "\ufeff"
-"""At the beginning of files that some editors write; JSON's RFC 8259 lets readers pass over it."""
-
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -88,7 +86,7 @@ def _line(source: SourceConfig, part: FilePart, place: int, line: bytes) -> Iter
     name = f"{part.name}:{place}"
     try:
         text = line.decode("utf-8", "replace" if source.bad_utf8 == "replace" else "strict")
-        record = json.loads(text if place else text.removeprefix(_BYTE_ORDER_MARK))
+        record = json.loads(text if place else text.removeprefix(BYTE_ORDER_MARK))
     except UnicodeDecodeError as error:
         if source.bad_utf8 == "skip":
             yield skipped(name)

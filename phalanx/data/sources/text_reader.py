@@ -24,6 +24,9 @@ _PACKED_BYTES = 1 << 13  # at a time: what they unpack to is in memory
 _GZIP_WINDOW = 31  # zlib's name for members of gzip, with their checks
 _CUT = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 
+BYTE_ORDER_MARK = "\ufeff"
+"""At the beginning of files that some editors write; it is no part of their text."""
+
 Policy = Literal["error", "replace", "skip"]
 
 
@@ -268,10 +271,11 @@ class Utf8:
         self.policy = policy
 
     def decode(self, block: bytes, place: int) -> str:
-        """`block`, which lies at byte `place` of the file, as text; UserError: it is not UTF-8, and not to be
-        replaced."""
+        """`block`, which lies at byte `place` of the file, as text, without a byte order mark at the file's beginning;
+        UserError: it is not UTF-8, and not to be replaced."""
         try:
-            return block.decode("utf-8", "replace" if self.policy == "replace" else "strict")
+            text = block.decode("utf-8", "replace" if self.policy == "replace" else "strict")
+            return text if place else text.removeprefix(BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             raise bad_byte(self.path, place + error.start, block[error.start]) from None
 
