@@ -82,7 +82,8 @@ class SourceConfig(Config):
     )
     name: str = Field("", description="name in reports; empty: the kind and the number of the source")
     path: Strings = Field(
-        (), description="files, folders or glob patterns; .gz and .zst are unpacked (text, jsonl); python-stdlib: none"
+        (),
+        description="files, folders or glob patterns; packed text is unpacked; python-stdlib: none",
     )
     weight: float = Field(
         0.0, ge=0, description="share of the samples relative to the other sources; 0: by number of tokens"

@@ -20,7 +20,8 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig, Split
 from phalanx.data.shuffle import derive_key
-from phalanx.data.sources.text_reader import cut_after, is_packed
+from phalanx.data.sources.packed_files import ENDINGS, packing
+from phalanx.data.sources.text_reader import cut_after
 
 ROWS = 256
 
@@ -205,13 +206,13 @@ def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> I
                 yield replace(whole, begin=begin, end=group + 1, num_bytes=size)
                 begin, size = group + 1, 0
     elif source.kind == "text" and tail:
-        if is_packed(file.path):
+        if packing(file.path):
             problem, field = "cannot hold out the tail of a packed file", "data.validation_split"
             raise UserError(problem, cure="unpack it first", field=field, value=file.path)
         border = cut_after(file.path, round(file.size * (1 - tail)), words=False)
         yield from _ranges(replace(whole, end=border, split="train"), target, _between_words)
         yield from _ranges(replace(whole, begin=border, split="validation"), target, _between_words)
-    elif is_packed(file.path) or source.utf8_policy == "skip":
+    elif packing(file.path) or source.utf8_policy == "skip":
         yield whole
     elif source.kind == "jsonl" or (source.document_separator and not _overlaps_itself(source.document_separator)):
         yield from _ranges(whole, target, lambda path, place: place)
@@ -247,7 +248,8 @@ def _matches(pattern: str, source: SourceConfig) -> Iterator[tuple[Path, str]]:
     except OSError as error:
         raise _refusal(error, pattern) from None
     endings = source.extensions or (_ENDINGS.get(source.kind, ()) if is_folder else ())
-    found = [file for file in found if not endings or file.name.endswith(endings)]
+    if endings:
+        found = [file for file in found if (file.name if source.extensions else file.name.lower()).endswith(endings)]
     if not found:
         raise UserError(
             f"no file found for the source of kind {source.kind!r}"
@@ -321,8 +323,8 @@ def _expand(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
 
 
 _ENDINGS: dict[str, tuple[str, ...]] = {
-    "text": (".txt", ".txt.gz", ".txt.zst"),
-    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
+    "text": tuple(f".txt{packed}" for packed in ("", *ENDINGS)),
+    "jsonl": tuple(f"{plain}{packed}" for plain in (".jsonl", ".json") for packed in ("", *ENDINGS)),
     "parquet": (".parquet",),
     "nanogpt": (".bin",),
     "megatron": (".bin", ".idx"),
