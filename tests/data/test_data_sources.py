@@ -366,12 +366,6 @@ def test_a_corpus_shorter_than_a_sample(tmp_path: Path) -> None:
         run(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "a.txt")))
 
 
-def test_nothing_held_out_of_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one document of some length")
-    with pytest.raises(UserError, match=r"no document was held out.*validation_split = 'tail'"):
-        run(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "a.txt")), validation_fraction=0.001)
-
-
 def test_the_plan_does_not_depend_on_where_files_lie(tmp_path: Path) -> None:
     plans: list[list[WorkUnit]] = []
     for place in ("here", "there"):
