@@ -91,7 +91,7 @@ def load(kind: type[C], path: Path | None, overrides: Sequence[str] = ()) -> Loa
     if path is not None:
         where = str(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             tree = tomllib.loads(text)
         except FileNotFoundError:
             raise UserError("there is no such config file", cure="check the path", value=where) from None
@@ -159,7 +159,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The TOML file at `path`, where no schema is at hand."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError("cannot be read", cure=f"look at the file: {error.strerror}", field=str(path)) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, endless digits or brackets

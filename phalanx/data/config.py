@@ -82,7 +82,8 @@ class SourceConfig(Config):
     )
     name: str = Field("", description="name in reports; empty: the kind and the number of the source")
     path: Strings = Field(
-        (), description="files, folders or glob patterns; .gz and .zst are unpacked (text, jsonl); python-stdlib: none"
+        (),
+        description="files, folders or glob patterns; packed text is unpacked; python-stdlib: none",
     )
     weight: float = Field(
         0.0, ge=0, description="share of the samples relative to the other sources; 0: by number of tokens"
@@ -231,7 +232,7 @@ def configured_vocab_size(config: TokenizerConfig) -> int:
 def _size_of_file(path: Path) -> int:
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         vocabulary = content["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         added = [token["id"] for token in content.get("added_tokens", ())]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import UserError
@@ -27,6 +27,7 @@ from phalanx.data.tokens.prepared_corpus import (
     PreparedSource,
     combined_digest,
     dataset_folder,
+    hold_out_tail,
     read_manifest,
     read_source,
     source_name,
@@ -67,7 +68,9 @@ def prepare(config: DataConfig, *, workers: int | None = None, progress: Report 
         _prepare_source(config, source, source_name(source, i), spec, 1.0, workers, report)
         for i, source in enumerate(config.validation_sources)
     )
-    prepared = Prepared(open_tokenizer(spec), sources, held_out, spec.key)
+    prepared = _with_held_out(config, Prepared(open_tokenizer(spec), sources, held_out, spec.key))
+    if any(source.splits != before.splits for source, before in zip(prepared.sources, sources, strict=True)):
+        report(Progress("too few documents to hold some out: the end of the text is, instead"))
     _check(config, prepared)
     return prepared
 
@@ -82,7 +85,23 @@ def open_prepared(config: DataConfig) -> Prepared:
 
     sources = tuple(find(source, i, config.held_out) for i, source in enumerate(config.sources))
     held_out = tuple(find(source, i, 1.0) for i, source in enumerate(config.validation_sources))
-    return Prepared(open_tokenizer(spec), sources, held_out, spec.key)
+    return _with_held_out(config, Prepared(open_tokenizer(spec), sources, held_out, spec.key))
+
+
+def _with_held_out(config: DataConfig, prepared: Prepared) -> Prepared:
+    """`prepared`, the end of a text held out where the choice of documents leaves nothing to evaluate or to train on:
+    a corpus of one file, or of few documents."""
+    if not config.held_out:
+        return prepared
+
+    def of(given: SourceConfig, source: PreparedSource) -> PreparedSource:
+        train = source.splits.get("train")
+        too_short = train is None or train.num_tokens <= config.sequence_length
+        if given.kind in TOKEN_KINDS or not (too_short or prepared.num_tokens("validation") < 2):
+            return source
+        return hold_out_tail(source, config.held_out)
+
+    return replace(prepared, sources=tuple(map(of, config.sources, prepared.sources)))
 
 
 def _prepare_source(
@@ -176,12 +195,5 @@ def _check(config: DataConfig, prepared: Prepared) -> None:
                 field="data.sequence_length",
                 value=config.sequence_length,
             )
-    if (config.held_out or config.validation_sources) and prepared.num_tokens("validation") < 2:
-        documents = sum(part.num_documents for _, part in prepared.split("train"))
-        raise UserError(
-            f"no document was held out ({documents} documents in all)",
-            cure="raise it, set data.validation_split = 'tail' for a corpus of one text file, "
-            "give data.validation_sources, or set it to 0 to hold nothing out",
-            field="data.validation_fraction",
-            value=config.held_out,
-        )
+    if config.validation_sources and prepared.num_tokens("validation") < 2:
+        raise UserError("have no text", cure="add text, or leave them out", field="data.validation_sources")

@@ -56,8 +56,8 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
-        return self.temperature == 0 or self.top_k == 1
+        """Whether the likeliest token is taken; also where a temperature is 0 to the devices that divide by it."""
+        return self.temperature < torch.finfo(torch.float32).tiny or self.top_k == 1
 
 
 def generate(

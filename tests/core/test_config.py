@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
-from phalanx.core.config import Config, key_lines, known_keys, load, parse_override, walk
+from phalanx.core.config import Config, key_lines, known_keys, load, parse_override, read_toml, walk
 from phalanx.core.errors import UserError
 
 
@@ -133,6 +133,14 @@ def test_a_wrong_item_does_not_make_its_list_too_short_as_well() -> None:
     assert str(caught.value).startswith("sources.0.weight = -1")
     with pytest.raises(UserError, match="sources = "):
         load(Listing, None, ["sources=[]"])
+
+
+def test_a_byte_order_mark_is_passed_over(config_file: Path) -> None:
+    plain = load(Root, config_file)
+    config_file.write_bytes(b"\xef\xbb\xbf" + config_file.read_bytes())
+    marked = load(Root, config_file)
+    assert (marked.value, marked.origins) == (plain.value, plain.origins)
+    assert read_toml(config_file)
 
 
 def test_lines_are_right_around_multi_line_values() -> None:

@@ -59,10 +59,16 @@ class TestCutting:
         path = write_jsonl(tmp_path / "a.jsonl", [{"text": line} for line in lines(150)])
         assert run(tmp_path, SourceConfig(kind="jsonl", path=str(path))) == lines(150)
 
-    def test_a_byte_order_mark_is_no_part_of_the_first_line(self, tmp_path: Path) -> None:
-        path = write_jsonl(tmp_path / "a.jsonl", [{"text": line} for line in lines(150)])
-        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-        assert run(tmp_path, SourceConfig(kind="jsonl", path=str(path))) == lines(150)
+    @pytest.mark.parametrize("kind", ["jsonl", "text", "directory", "separated", "packed"])
+    def test_a_byte_order_mark_is_no_part_of_the_text(self, tmp_path: Path, kind: str) -> None:
+        """Within a text it is a character like others."""
+        path = tmp_path / ("a.txt.gz" if kind == "packed" else "a.txt")
+        texts = lines(100) if kind in ("jsonl", "separated") else ["\n".join(lines(100)) + "\ufeff end"]
+        content = "\ufeff" + "\n".join(json.dumps({"text": text}) if kind == "jsonl" else text for text in texts)
+        path.write_bytes(gzip.compress(content.encode()) if kind == "packed" else content.encode())
+        settings = {"separated": {"kind": "text", "document_separator": "\n"}, "packed": {"kind": "text"}}
+        source = SourceConfig.model_validate({"kind": kind, **settings.get(kind, {}), "path": str(path)})
+        assert run(tmp_path, source) == texts
 
     def test_text_without_a_space_is_cut_between_characters(self, tmp_path: Path) -> None:
         body = "漢字仮名" * 2000
@@ -358,12 +364,6 @@ def test_a_corpus_shorter_than_a_sample(tmp_path: Path) -> None:
         UserError, match=r"has 6 tokens to train on, a sample needs 17.*make data.sequence_length smaller"
     ):
         run(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "a.txt")))
-
-
-def test_nothing_held_out_of_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one document of some length")
-    with pytest.raises(UserError, match=r"no document was held out.*validation_split = 'tail'"):
-        run(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "a.txt")), validation_fraction=0.001)
 
 
 def test_the_plan_does_not_depend_on_where_files_lie(tmp_path: Path) -> None:

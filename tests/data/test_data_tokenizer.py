@@ -194,6 +194,21 @@ def test_sizes_of_vocabularies() -> None:
         configured_vocab_size(TokenizerConfig(kind="chars"))
 
 
+def test_every_character_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    """Line ends of other systems too, in the tokenizer that is kept and in its copy in a run folder."""
+    path = tmp_path / "a.txt"
+    text = "one\r\ntwo\rthree\x85\u2028\x0b four \ufeff and enough"
+    path.write_bytes(("\ufeff" + text).encode())
+    config = make_config(
+        tmp_path, SourceConfig(kind="text", path=str(path)), tokenizer=TokenizerConfig(kind="chars", end_of_text=False)
+    )
+    prepared = prepare(config, workers=1)
+    assert prepared.tokenizer.decode(stored(prepared).tolist()) == text
+    save_tokenizer(config, tmp_path / "run")
+    copy = open_saved_tokenizer(tmp_path / "run")
+    assert copy.decode(copy.encode(text)) == text
+
+
 def test_every_kind_of_tokenizer_can_be_saved(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.txt", lines(100))
     source = SourceConfig(kind="text", path=str(path))
@@ -219,6 +234,14 @@ def test_bad_tokenizer_files(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UserError, match=r"is no tokenizer.json"):
         run(path=str(tmp_path / "bad.json"))
+    good = prepare(bpe_config(tmp_path), workers=1).tokenizer
+    assert isinstance(good, LibraryTokenizer)
+    (tmp_path / "marked.json").write_text(good.json, encoding="utf-8-sig")
+    assert configured_vocab_size(TokenizerConfig(kind="file", path=str(tmp_path / "marked.json"))) == good.vocab_size
+    run(path=str(tmp_path / "marked.json"))
+    (tmp_path / "wide.json").write_text(good.json, encoding="utf-16")
+    with pytest.raises(UserError, match=r"wide.json'.*is no tokenizer.json \(it is not UTF-8 text\); save it as UTF-8"):
+        run(path=str(tmp_path / "wide.json"))
     if GPT2.exists():
         with pytest.raises(UserError, match="has no such token"):
             run(path=str(GPT2), end_of_text_token="<nothing>")

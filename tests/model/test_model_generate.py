@@ -145,7 +145,7 @@ def test_samples_have_their_exact_probabilities(sampling: Sampling) -> None:
 def test_a_tiny_temperature_is_greedy_and_not_nan() -> None:
     logits = torch.tensor([[3.0, 9.0, 8.999, -torch.inf]])
     columns = column_states(generating._KEY, torch.arange(4))
-    for temperature in (1e-6, 1e-38):
+    for temperature in (1e-6, 2e-38, 1e-38, 1e-300, 5e-324):
         assert choose(logits, Sampling(temperature), torch.tensor([7]), columns).tolist() == [1]
 
 

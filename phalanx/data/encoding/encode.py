@@ -16,7 +16,8 @@ from phalanx.core.files import write_json
 from phalanx.data.config import SourceConfig, Split
 from phalanx.data.sources.documents import read_pieces, was_skipped
 from phalanx.data.sources.input_files import HoldOutRule, WorkUnit
-from phalanx.data.sources.text_reader import TextPiece, open_raw
+from phalanx.data.sources.packed_files import open_raw
+from phalanx.data.sources.text_reader import TextPiece
 from phalanx.data.tokenizers.tokenizer import IntArray, Tokenizer
 from phalanx.data.tokens.prepared_corpus import MANIFEST, PreparedSplit, combined_digest
 from phalanx.data.tokens.shards import NpyWriter, TokenShard, npy_writer

@@ -10,25 +10,20 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
 from phalanx.data.sources.input_files import FilePart, parquet_rows
+from phalanx.data.sources.packed_files import damage_of, open_bytes, packing, usable_bytes
 from phalanx.data.sources.text_reader import (
+    BYTE_ORDER_MARK,
     TextPiece,
     Utf8,
     bad_byte,
-    damage_of,
-    is_packed,
     is_utf8,
-    open_bytes,
     separated_pieces,
     split_text,
     text_pieces,
-    usable_bytes,
 )
 
 Reader = Callable[[SourceConfig, FilePart], Iterator[TextPiece]]
 Refuse = Callable[[str, str], UserError]  # a problem and its cure
-_BYTE_ORDER_MARK = "\ufeff"
-"""At the beginning of files that some editors write; JSON's RFC 8259 lets readers pass over it."""
-
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -66,7 +61,7 @@ def _read_text(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
 def _read_lines(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
     """JSON lines that start in the part's range; the last is read to its end."""
     end = None if part.end == part.file_size else part.end
-    usable, why = usable_bytes(part.path) if source.bad_utf8 == "skip" and is_packed(part.path) else (0, "")
+    usable, why = usable_bytes(part.path) if source.bad_utf8 == "skip" and packing(part.path) else (0, "")
     with open_bytes(part.path, usable if why else None) as file:
         place = 0
         if part.begin:
@@ -88,7 +83,7 @@ def _line(source: SourceConfig, part: FilePart, place: int, line: bytes) -> Iter
     name = f"{part.name}:{place}"
     try:
         text = line.decode("utf-8", "replace" if source.bad_utf8 == "replace" else "strict")
-        record = json.loads(text if place else text.removeprefix(_BYTE_ORDER_MARK))
+        record = json.loads(text if place else text.removeprefix(BYTE_ORDER_MARK))
     except UnicodeDecodeError as error:
         if source.bad_utf8 == "skip":
             yield skipped(name)

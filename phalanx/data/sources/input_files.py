@@ -5,6 +5,7 @@ Parquet is read through pyarrow, an optional package.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import importlib
 import itertools
@@ -19,7 +20,8 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig, Split
 from phalanx.data.shuffle import derive_key
-from phalanx.data.sources.text_reader import cut_after, is_packed
+from phalanx.data.sources.packed_files import ENDINGS, packing
+from phalanx.data.sources.text_reader import cut_after
 
 ROWS = 256
 
@@ -126,19 +128,13 @@ def _digest(lines: Iterable[str]) -> str:
 
 def list_files(source: SourceConfig) -> list[InputFile]:
     """Every input file of `source`, in order of name, without those that are empty; UserError: there is none."""
-    if source.kind == "python-stdlib":
-        found = dict(_standard_library(source.include_tests))
-    else:
-        found = {}
-        for pattern in source.path:
-            found.update((name, path) for path, name in _matches(pattern, source))
+    found = dict(_standard_library(source.include_tests)) if source.kind == "python-stdlib" else _named(source)
     files = []
     for name in sorted(found):
         try:
             status = found[name].stat()
         except OSError as error:
-            problem, cure = f"cannot be read ({error.strerror})", "check the file and its rights"
-            raise UserError(problem, cure=cure, field="data.sources.path", value=str(found[name])) from None
+            raise _refusal(error, found[name]) from None
         if status.st_size:
             files.append(InputFile(str(found[name]), name, status.st_size, status.st_mtime_ns))
     if not files:
@@ -149,6 +145,32 @@ def list_files(source: SourceConfig) -> list[InputFile]:
             value=list(source.path),
         )
     return files
+
+
+def _named(source: SourceConfig) -> dict[str, Path]:
+    """The files of all paths by name; where several have one name, each by the number of its path and that name."""
+    places: dict[str, list[tuple[int, Path]]] = {}
+    for number, pattern in enumerate(source.path):
+        for path, name in _matches(pattern, source):
+            places.setdefault(name, []).append((number, path))
+    found = {name: same[-1][1] for name, same in places.items() if len(same) == 1 or len(_different(same)) == 1}
+    for name in places.keys() - found.keys():
+        for number, path in _different(places[name]):
+            numbered = f"{number}:{name}"
+            while numbered in found:  # a file may be called so
+                numbered = f"{number}:{numbered}"
+            found[numbered] = path
+    return found
+
+
+def _different(places: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    return list({os.path.realpath(path): (number, path) for number, path in places}.values())
+
+
+def _refusal(error: OSError, path: object) -> UserError:
+    """The error for a file or folder that is there and cannot be read: what is in it shall not be missing silently."""
+    problem, cure = f"cannot be read ({error.strerror})", "check it and its rights"
+    return UserError(problem, cure=cure, field="data.sources.path", value=str(error.filename or path))
 
 
 def listing_digest(files: Iterable[InputFile]) -> str:
@@ -184,13 +206,13 @@ def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> I
                 yield replace(whole, begin=begin, end=group + 1, num_bytes=size)
                 begin, size = group + 1, 0
     elif source.kind == "text" and tail:
-        if is_packed(file.path):
+        if packing(file.path):
             problem, field = "cannot hold out the tail of a packed file", "data.validation_split"
             raise UserError(problem, cure="unpack it first", field=field, value=file.path)
         border = cut_after(file.path, round(file.size * (1 - tail)), words=False)
         yield from _ranges(replace(whole, end=border, split="train"), target, _between_words)
         yield from _ranges(replace(whole, begin=border, split="validation"), target, _between_words)
-    elif is_packed(file.path) or source.utf8_policy == "skip":
+    elif packing(file.path) or source.utf8_policy == "skip":
         yield whole
     elif source.kind == "jsonl" or (source.document_separator and not _overlaps_itself(source.document_separator)):
         yield from _ranges(whole, target, lambda path, place: place)
@@ -221,23 +243,13 @@ def _overlaps_itself(separator: str) -> bool:
 
 def _matches(pattern: str, source: SourceConfig) -> Iterator[tuple[Path, str]]:
     """The files a path or pattern stands for, each with its name below the pattern's root."""
-    path = Path(pattern).expanduser()
-    if path.is_dir():
-        found = [Path(folder, file) for folder, _, files in os.walk(path) for file in files]
-        root = path
-    elif path.exists():
-        if not path.is_file():
-            cure = "write what it gives into a file first, since text is read several times and in parts"
-            raise UserError("is no regular file", cure=cure, field="data.sources.path", value=str(path))
-        found, root = [path], path.parent
-    elif source.kind == "megatron" and path.with_name(path.name + ".bin").exists():
-        found, root = [path.with_name(path.name + ".bin")], path.parent
-    else:
-        plain = list(itertools.takewhile(lambda part: not set(part) & set("*?["), path.parts))
-        root, rest = Path(*plain), "/".join(path.parts[len(plain) :])
-        found = [match for match in root.glob(rest) if match.is_file()] if rest else []
-    endings = source.extensions or (_ENDINGS.get(source.kind, ()) if path.is_dir() else ())
-    found = [file for file in found if not endings or file.name.endswith(endings)]
+    try:
+        found, root, is_folder = _found(Path(pattern).expanduser(), source.kind)
+    except OSError as error:
+        raise _refusal(error, pattern) from None
+    endings = source.extensions or (_ENDINGS.get(source.kind, ()) if is_folder else ())
+    if endings:
+        found = [file for file in found if (file.name if source.extensions else file.name.lower()).endswith(endings)]
     if not found:
         raise UserError(
             f"no file found for the source of kind {source.kind!r}"
@@ -250,9 +262,69 @@ def _matches(pattern: str, source: SourceConfig) -> Iterator[tuple[Path, str]]:
         yield file, file.relative_to(root).as_posix() if file.is_relative_to(root) else file.as_posix()
 
 
+def _found(path: Path, kind: str) -> tuple[list[Path], Path, bool]:
+    """Files, the folder that they are named from, and whether that is all there is in `path`.
+
+    Raises:
+        UserError: it is no file or folder.
+        OSError: something of it cannot be read.
+    """
+    if path.is_dir():
+        return [Path(folder, file) for folder, _, files in _walk(path) for file in files], path, True
+    if path.exists():
+        if not path.is_file():
+            cure = "write what it gives into a file first, since text is read several times and in parts"
+            raise UserError("is no regular file", cure=cure, field="data.sources.path", value=str(path))
+        return [path], path.parent, False
+    if kind == "megatron" and path.with_name(path.name + ".bin").exists():
+        return [path.with_name(path.name + ".bin")], path.parent, False
+    plain = list(itertools.takewhile(lambda part: not _is_pattern(part), path.parts))
+    root, rest = Path(*plain), path.parts[len(plain) :]
+    return [match for match in _expand(root, rest) if not match.is_dir()] if rest else [], root, False
+
+
+def _walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk` that raises what it cannot read, and goes into linked folders too: once, after all that are no links,
+    so that a folder has one name and a loop an end."""
+    seen: set[tuple[int, int]] = set()
+    starts = [str(root)]
+    for start in starts:
+        for folder, folders, files in os.walk(start, onerror=_refuse):
+            status = Path(folder).stat()
+            if (status.st_dev, status.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            starts += [str(link) for name in sorted(folders) if (link := Path(folder, name)).is_symlink()]
+            yield folder, folders, files
+
+
+def _refuse(error: OSError) -> None:
+    raise _refusal(error, error.filename)
+
+
+def _is_pattern(part: str) -> bool:
+    return bool(set(part) & set("*?["))
+
+
+def _expand(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """What a pattern stands for below `folder`, as `Path.glob` says, which leaves out what it cannot read."""
+    if not parts:
+        yield folder
+    elif parts[0] == "**":
+        below = [Path(place) for place, _, _ in _walk(folder)] if folder.is_dir() else []
+        yield from {path: None for place in below for path in _expand(place, parts[1:])}
+    elif _is_pattern(parts[0]):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if fnmatch.fnmatchcase(path.name, parts[0]):
+                yield from _expand(path, parts[1:])
+    elif os.path.lexists(folder / parts[0]):
+        yield from _expand(folder / parts[0], parts[1:])
+
+
 _ENDINGS: dict[str, tuple[str, ...]] = {
-    "text": (".txt", ".txt.gz", ".txt.zst"),
-    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
+    "text": tuple(f".txt{packed}" for packed in ("", *ENDINGS)),
+    "jsonl": tuple(f"{plain}{packed}" for plain in (".jsonl", ".json") for packed in ("", *ENDINGS)),
     "parquet": (".parquet",),
     "nanogpt": (".bin",),
     "megatron": (".bin", ".idx"),
@@ -261,7 +333,7 @@ _ENDINGS: dict[str, tuple[str, ...]] = {
 
 def _standard_library(include_tests: bool) -> Iterator[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=_refuse):
         left_out = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
         left_out |= set() if include_tests else {"test", "tests", "idle_test"}
         folders[:] = [name for name in folders if name not in left_out]

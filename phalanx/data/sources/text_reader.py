@@ -8,21 +8,19 @@ spaces) a piece ends between any two characters.
 
 from __future__ import annotations
 
-import importlib
-import io
 import re
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from phalanx.core.errors import UserError
+from phalanx.data.sources.packed_files import damage_of, open_bytes, open_raw
 
 PIECE_BYTES = 1 << 17
 SEARCH_BYTES = 1 << 16
-_PACKED_BYTES = 1 << 13  # at a time: what they unpack to is in memory
-_GZIP_WINDOW = 31  # zlib's name for members of gzip, with their checks
 _CUT = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
+
+BYTE_ORDER_MARK = "\ufeff"
+"""At the beginning of files that some editors write; it is no part of their text."""
 
 Policy = Literal["error", "replace", "skip"]
 
@@ -33,166 +31,6 @@ class TextPiece(NamedTuple):
     name: str | None
     text: str
     trained: bool = True
-
-
-def is_packed(path: str) -> bool:
-    """Whether `path` is compressed, so that it can only be read from the start."""
-    return path.endswith((".gz", ".zst"))
-
-
-class DamagedFileError(UserError):
-    """A packed file that was cut off or holds wrong bytes: what comes after some place cannot be read."""
-
-
-def open_bytes(path: str, most_bytes: int | None = None) -> BinaryIO:
-    """Open a plain, gzip or Zstandard file for reading; a packed one only from its start on, and up to `most_bytes`
-    when unpacked.
-
-    Raises:
-        UserError: it cannot be opened, or the package for Zstandard is not installed.
-        DamagedFileError: later, where a packed file cannot be unpacked any further.
-    """
-    file = open_raw(path)
-    if not is_packed(path):
-        return file
-    return io.BufferedReader(_Unpacked(path, file, most_bytes), 1 << 20)
-
-
-def usable_bytes(path: str) -> tuple[int, str]:
-    """How many bytes of the text of a packed file can be used, and why no more; empty: that is all of it.
-
-    What was unpacked of a member (of gzip; a frame of Zstandard) may be anything from a wrong byte on, which only the
-    check at its end tells: a damaged member is not used at all, nor what follows it. A file that was cut off has no
-    such check for its last one, and nothing wrong in what is there: it is used up to the cut.
-    """
-    place = whole = 0
-    with open_raw(path) as file:
-        try:
-            for block, is_end in _blocks(path, file):
-                place += len(block)
-                whole = place if is_end else whole
-        except EOFError:
-            return place, "it is cut off there"
-        except _DAMAGES as error:
-            return whole, f"what is packed there is damaged ({error})"
-    return place, ""
-
-
-def damage_of(path: str) -> DamagedFileError | None:
-    """What is wrong with a packed file: what comes out of a damaged one looks like bad text, which it may not be."""
-    usable, why = usable_bytes(path) if is_packed(path) else (0, "")
-    return _damaged(path, f"cannot be unpacked after {usable} bytes of text ({why})") if why else None
-
-
-def _damaged(path: str, problem: str) -> DamagedFileError:
-    return DamagedFileError(problem, cure="copy or download it again, or unpack what is good of it", value=path)
-
-
-class _Unpacked(io.RawIOBase):
-    """What a packed file holds, front to back; its damage is an error that names it."""
-
-    def __init__(self, path: str, file: BinaryIO, most_bytes: int | None) -> None:
-        self._path, self._file, self._blocks = path, file, _blocks(path, file)
-        self._rest = b""
-        self._place, self._most_bytes = 0, most_bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Stay where it is, which is all that the readers of packed files ask for."""
-        if offset != (0 if whence == io.SEEK_CUR else self._place):
-            raise io.UnsupportedOperation("a packed file is read from its start on")
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        if not self._rest:
-            self._rest = self._next()
-        part, self._rest = self._rest[: len(view)], self._rest[len(view) :]
-        view[: len(part)] = part
-        self._place += len(part)
-        return len(part)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def _next(self) -> bytes:
-        left = None if self._most_bytes is None else self._most_bytes - self._place
-        try:
-            return b"" if left == 0 else next((block for block, _ in self._blocks if block), b"")[:left]
-        except EOFError:
-            problem = f"is cut off after {self._place} bytes of text"
-        except _DAMAGES as error:
-            problem = f"cannot be unpacked after {self._place} bytes of text ({error})"
-        raise _damaged(self._path, problem) from None
-
-
-class _BadZstandardError(Exception):
-    """The error of the optional package, which cannot be named without importing it."""
-
-
-_DAMAGES = (OSError, zlib.error, _BadZstandardError)
-
-
-def _blocks(path: str, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """What a packed file holds, and whether a member (a frame) ends after it whose check, if it has one, is right.
-
-    Raises:
-        EOFError: the file ends before a member does.
-        OSError, zlib.error, _BadZstandardError: it is damaged.
-    """
-    return _gzip_blocks(file) if path.endswith(".gz") else _zstandard_blocks(file, path)
-
-
-def _gzip_blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Members are followed here: Python's reader does not say where they end. Zeros between them are padding."""
-    member, is_first = None, True
-    while packed := file.read(_PACKED_BYTES):
-        while packed := packed if member is not None or is_first else packed.lstrip(b"\0"):
-            member, is_first = member or zlib.decompressobj(_GZIP_WINDOW), False
-            block = member.decompress(packed, PIECE_BYTES)
-            while len(block) == PIECE_BYTES and not member.eof:
-                yield block, False
-                block = member.decompress(member.unconsumed_tail, PIECE_BYTES)
-            yield block, member.eof
-            packed, member = (member.unused_data, None) if member.eof else (b"", member)
-    if member is not None:
-        raise EOFError
-
-
-def _zstandard_blocks(file: BinaryIO, path: str) -> Iterator[tuple[bytes, bool]]:
-    """Its stream reader takes a frame without an end for the end of the file, so frames are followed here."""
-    try:
-        zstandard: Any = importlib.import_module("zstandard")
-    except ModuleNotFoundError:
-        cure = "install it: pip install 'phalanx-train[zstd]'"
-        raise UserError("reading .zst needs the package zstandard", cure=cure, value=path) from None
-    frame = None
-    while packed := file.read(_PACKED_BYTES):
-        while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            try:
-                block = frame.decompress(packed)
-            except zstandard.ZstdError as error:
-                raise _BadZstandardError(error) from None
-            yield block, frame.eof
-            packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise EOFError
-
-
-def open_raw(path: str) -> BinaryIO:
-    """Open a file's bytes as they lie on disk; UserError: it cannot be opened."""
-    try:
-        return Path(path).open("rb")
-    except OSError as error:
-        problem, cure = f"cannot be opened ({error.strerror})", "check the file and its rights"
-        raise UserError(problem, cure=cure, value=path) from None
 
 
 def cut_after(path: str, place: int, *, words: bool) -> int:
@@ -268,10 +106,11 @@ class Utf8:
         self.policy = policy
 
     def decode(self, block: bytes, place: int) -> str:
-        """`block`, which lies at byte `place` of the file, as text; UserError: it is not UTF-8, and not to be
-        replaced."""
+        """`block`, which lies at byte `place` of the file, as text, without a byte order mark at the file's beginning;
+        UserError: it is not UTF-8, and not to be replaced."""
         try:
-            return block.decode("utf-8", "replace" if self.policy == "replace" else "strict")
+            text = block.decode("utf-8", "replace" if self.policy == "replace" else "strict")
+            return text if place else text.removeprefix(BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             raise bad_byte(self.path, place + error.start, block[error.start]) from None
 
@@ -291,22 +130,23 @@ def split_text(text: str) -> Iterator[str]:
         yield text
         return
     block = text.encode("utf-8", "replace")
-    while len(block) > PIECE_BYTES:
-        cut = _last_cut(block[:PIECE_BYTES])
-        yield block[:cut].decode()
-        block = block[cut:]
-    yield block.decode()
+    place = 0
+    while len(block) - place > PIECE_BYTES:
+        end = place + _last_cut(block[place : place + PIECE_BYTES])
+        yield block[place:end].decode()
+        place = end
+    yield block[place:].decode()
 
 
 def is_utf8(path: str) -> bool:
     """Whether all of a file is UTF-8, read in pieces."""
     check = Utf8(path, "error")
-    with open_bytes(path) as file:
-        try:
+    try:
+        with open_bytes(path) as file:
             for _ in text_pieces(file, 0, None, check):
                 pass
-        except UserError:
-            return False
+    except UserError:
+        return False
     return True
 
 

@@ -80,7 +80,11 @@ def _make_bpe(config: DataConfig, sources: list[SourceConfig]) -> str:
 
 
 def _train_here(config: DataConfig) -> str:
-    return train_bpe(training_texts(config, sources_of(config)), config.tokenizer)
+    texts = training_texts(config, sources_of(config))
+    if (first := next(texts, None)) is None:  # the one document there is was chosen to be held out
+        whole = config.model_copy(update={"validation_fraction": 0.0})
+        return train_bpe(training_texts(whole, sources_of(config)), config.tokenizer)
+    return train_bpe(itertools.chain([first], texts), config.tokenizer)
 
 
 def _make_alphabet(config: DataConfig, sources: list[SourceConfig]) -> str:

@@ -84,10 +84,14 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         return ByteTokenizer(end_of_text=spec.end_of_text)
     if spec.kind == "none":
         return IdTokenizer(spec.vocab_size)
-    content = Path(spec.path).read_text(encoding="utf-8")
+    content = Path(spec.path).read_bytes()  # as text, "\r" would become "\n"
     if spec.kind == "chars":
-        return CharTokenizer(content, end_of_text=spec.end_of_text)
-    return LibraryTokenizer(content, end_of_text=spec.end_of_text_token)
+        return CharTokenizer(content.decode(), end_of_text=spec.end_of_text)
+    try:
+        return LibraryTokenizer(content.decode(), end_of_text=spec.end_of_text_token)
+    except UnicodeDecodeError:
+        problem, cure = "is no tokenizer.json (it is not UTF-8 text)", "save it as UTF-8"
+        raise UserError(problem, cure=cure, field="data.tokenizer.path", value=spec.path) from None
 
 
 def find_spec(config: DataConfig) -> TokenizerSpec:

@@ -108,6 +108,7 @@ class LibraryTokenizer:
     the usual names that it has). UserError: the content cannot be read, or has no such token."""
 
     def __init__(self, text: str, *, end_of_text: str = "") -> None:
+        text = text.removeprefix("\ufeff")  # a byte order mark
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package raises plain Exception

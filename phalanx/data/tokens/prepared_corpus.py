@@ -6,14 +6,14 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig, Split
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.data.tokens.shards import TokenShard
+from phalanx.data.tokens.shards import TokenShard, cut_shard
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -129,6 +129,27 @@ def read_source(folder: Path, name: str, weight: float) -> PreparedSource:
         splits[split] = PreparedSplit(*sizes, tuple(shards))
     about = (manifest["has_end_of_text"], manifest["fingerprint"], manifest["num_skipped"], tuple(manifest["skipped"]))
     return PreparedSource(name, folder, weight, splits, *about)
+
+
+def hold_out_tail(source: PreparedSource, share: float) -> PreparedSource:
+    """`source` with the last `share` of its tokens held out, wherever that is in a document; at least two tokens, which
+    one target needs. How many bytes of text the parts have is not known."""
+    total = sum(part.num_tokens for part in source.splits.values())
+    place = total - max(round(total * share), 2)
+    if place < 1:
+        return source
+    shards: dict[Split, list[TokenShard]] = {"train": [], "validation": []}
+    for shard in [shard for split in shards if split in source.splits for shard in source.splits[split].shards]:
+        both = cut_shard(shard, min(max(place, 0), shard.num_tokens))
+        for parts, part in zip(shards.values(), both, strict=True):
+            parts += [part] if part.num_tokens else []
+        place -= shard.num_tokens
+    return replace(source, splits={split: _summed(parts) for split, parts in shards.items()})
+
+
+def _summed(shards: list[TokenShard]) -> PreparedSplit:
+    documents = sum(shard.starts_end - shard.starts_begin for shard in shards)
+    return PreparedSplit(sum(shard.num_tokens for shard in shards), documents, 0, tuple(shards))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import io
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,8 @@ _HEADER_BYTES = 128
 @dataclass(frozen=True)
 class TokenShard:
     """A run of tokens of one split: ids of type `dtype` from byte `offset_bytes` of the file `tokens` on. `starts`
-    holds the positions in it at which documents begin (int64, ascending); `mask` is 1 where a token is trained on."""
+    holds the positions at which documents begin (int64, ascending); `mask` is 1 where a token is trained on. Of both,
+    position `starts_shift` is the first of the run."""
 
     tokens: Path
     dtype: str
@@ -38,6 +39,22 @@ class TokenShard:
     starts_end: int = 0
     starts_shift: int = 0
     mask: Path | None = None
+
+
+def cut_shard(shard: TokenShard, place: int) -> tuple[TokenShard, TokenShard]:
+    """The first `place` tokens of a shard, and those that follow, as they lie."""
+    between = shard.starts_begin
+    if shard.starts is not None:
+        starts = map_npy(shard.starts).array[shard.starts_begin : shard.starts_end]
+        between += int(starts.searchsorted(place + shard.starts_shift))
+    first = replace(shard, num_tokens=place, starts_end=between)
+    return first, replace(
+        shard,
+        offset_bytes=shard.offset_bytes + place * np.dtype(shard.dtype).itemsize,
+        num_tokens=shard.num_tokens - place,
+        starts_begin=between,
+        starts_shift=shard.starts_shift + place,
+    )
 
 
 class NpyWriter:
@@ -226,8 +243,10 @@ class TokenStream:
             mapped = map_npy(shard.starts)
         self._maps.setdefault(index, []).append(mapped)
         self._mapped_bytes += mapped.array.nbytes
-        if what != "starts":
+        if what == "tokens":
             return mapped.array
+        if what == "mask":
+            return mapped.array[shard.starts_shift :]
         starts = mapped.array[shard.starts_begin : shard.starts_end]
         return starts - shard.starts_shift if shard.starts_shift else starts
 

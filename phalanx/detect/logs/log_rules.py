@@ -177,7 +177,7 @@ def load_rules(files: Sequence[Path] = (), *, of_failed_jobs: bool = False) -> t
     names = list(trees)
     for path in files:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             raise UserError("is not UTF-8 text", cure="save the rule file as UTF-8", value=str(path)) from None
         except OSError as error:

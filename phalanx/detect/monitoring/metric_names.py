@@ -107,7 +107,7 @@ def load_names(path: Path | None = None) -> Names:
     if path is None:
         return found
     try:
-        given = tomllib.loads(path.read_text("utf-8"))
+        given = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", cure="name a file of TOML", value=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

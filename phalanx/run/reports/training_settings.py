@@ -31,6 +31,6 @@ def training_alerts(config: RunConfig) -> dict[str, Any]:
 
 def _table(base: Path, training: Training, name: str) -> dict[str, Any]:
     with suppress(OSError, ValueError, AttributeError, RecursionError):  # which the training will report
-        found = tomllib.loads((base / training.config).read_text(encoding="utf-8")).get(name, {})
+        found = tomllib.loads((base / training.config).read_text(encoding="utf-8-sig")).get(name, {})
         return found if isinstance(found, dict) else {}
     return {}
