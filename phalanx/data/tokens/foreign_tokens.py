@@ -80,7 +80,7 @@ def token_splits(
     for split, parts in shards.items():
         if parts:
             num_tokens, num_documents = sum(s.num_tokens for s, _ in parts), sum(n for _, n in parts)
-            splits[split] = PreparedSplit(num_tokens, num_documents, 0, tuple(s for s, _ in parts))
+            splits[split] = PreparedSplit(num_tokens, num_documents, 0, tuple(s for s, _ in parts), num_tokens)
     return splits, content.hexdigest()
 
 
