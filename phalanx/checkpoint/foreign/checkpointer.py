@@ -164,7 +164,6 @@ class Checkpointer:
         self._stopping = Stopping(self.config, self.peers, os.environ, time.time(), catch=stop_signals)
         self._updates = Updates(self._training.optimizers.values(), self.before_update)
         self._table: Table = {}  # of the tensors that the ranks agreed on
-        self._filled: list[int] = []
         self._is_watched = False
         self._is_fenced = False
         self._step = 0
@@ -280,7 +279,7 @@ class Checkpointer:
         return self._session.status
 
     def changed(self) -> None:
-        """Say, on all ranks, that tensors have come, gone or changed their shapes since the first step."""
+        """Let the ranks agree on the tensors anew; not needed: each snapshot sees what has come, gone or grown."""
         self._is_watched = False
 
     def close(self, *, failed: bool = False, last: bool = True) -> None:
@@ -313,10 +312,10 @@ class Checkpointer:
 
     def _take(self, step: int, metrics: Mapping[str, float], *, ending: bool) -> None:
         """Take a snapshot if one is due; with `ending`, its checkpoint is durable when this returns."""
-        if self.peers.size == 1 and self._filled != self._training.filled():
-            self._is_watched = False  # a parameter was updated for the first time
         if not self._is_watched:
             self._watch()
+        elif (ending or self._session.will_take(step)) and self.peers.ask_highest(int(self._differs()))():
+            self._watch()  # on all ranks, also where the tensors of this one are the same
 
         def state() -> dict[str, Any]:
             return self._training.plain(self._training.collect(), step)
@@ -325,11 +324,20 @@ class Checkpointer:
         if not ending:
             self._session.ask(step + 1)
 
+    def _differs(self) -> bool:
+        """Whether tensors have come, gone or changed their shapes on this rank: a parameter was updated for the first
+        time, a history has grown."""
+        try:
+            return self._training.collect().table != self._table
+        except Exception:
+            return True  # and `_watch` raises it on all ranks
+
     def _watch(self) -> None:
         """Let the ranks agree on the tensors: only after a step has the optimizer all of its state."""
+        agreed(self.peers, self._training.collect)
         self._training.reserve(lambda room: self.peers.ask_highest(room)())
         found = self._training.collect()
-        self._table, self._filled = found.table, self._training.filled()
+        self._table = found.table
         # Beside a loop that does not call `before_update`, nothing is copied: it may change tensors at any time.
         overlap = None if self._is_fenced else False
         self._session.watch(self._present, found.shards, found.roles, overlap=overlap)
@@ -340,9 +348,8 @@ class Checkpointer:
         found = self._training.collect()
         if found.table != self._table:
             names = sorted({name for name, _ in set(found.table.items()) ^ set(self._table.items())})
-            problem = f"{len(names)} tensors have come, gone or changed their shapes since the first step"
-            cure = "call changed() of the Checkpointer on all ranks after such a change"
-            raise UserError(problem, cure=cure, field=names[0])
+            problem = f"{len(names)} tensors have come, gone or changed their shapes while a snapshot was taken"
+            raise UserError(problem, cure="change nothing on another thread during step()", field=names[0])
         return found.tensors
 
     def _next(self, step: int) -> int:

@@ -227,10 +227,6 @@ class TrainingState:
             found.add({f"rank.{self.rank}.json": self._blob(found)})
         return found
 
-    def filled(self) -> list[int]:
-        """Of how many parameters each optimizer has state; grows when one is updated for the first time."""
-        return [len(optimizer.state) for optimizer in self.optimizers.values()]
-
     def plain(self, found: Collected, step: int) -> dict[str, Any]:
         """What rank 0 writes as the JSON state."""
         table = {name: [dtype, list(shape)] for name, (dtype, shape) in found.table.items()}
@@ -268,15 +264,10 @@ class TrainingState:
         return json.dumps({"objects": found.trees, "tensors": table}, separators=(",", ":")).encode()
 
     def _blob(self, found: Collected) -> Tensor:
-        """The JSON of a rank other than the first, filled up with spaces, which JSON does not mind."""
+        """The JSON of a rank other than the first, filled up with spaces, which JSON does not mind; where it has grown
+        out of its room it is longer, so that the ranks agree on a new one."""
         text = self._json(found)
-        room = self._blob_bytes or len(text)
-        if len(text) > room:
-            raise UserError(
-                f"the state of rank {self.rank} has grown to {len(text)} bytes of JSON, for which there were {room}",
-                cure="call changed() on all ranks after such a change, or keep large lists in tensors",
-            )
-        return torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(text.ljust(self._blob_bytes)), dtype=torch.uint8)
 
 
 def _named(given: Any, key: str, kind: type) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class Session(CheckpointSession):
         self._tracker = SnapshotTracker(job, link, schedule)
         self._copier: Copier | None = None  # None: this rank has no part in snapshots
         self._copying: Copying | None = None
-        self._step: int | None = None  # under way
         self._taken: int | None = None
         self._persisted: int | None = None
         self._evaluations: dict[int, Evaluation] = {}

@@ -252,7 +252,6 @@ class BlockingSession(CheckpointSession):
         self._shards: Mapping[str, Shard] = {}
         self._roles: Roles = {}
         self._events: list[SnapshotEvent] = []
-        self._step: int | None = None  # under way
         self._saved: int | None = None
         self._newest = (-1, "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from phalanx.checkpoint.replicas.fetch import PeerCopies
 from phalanx.checkpoint.restoring.restore import RefusedStates, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.keeper_link import SessionContext
-from phalanx.checkpoint.snapshot_schedule import SnapshotSchedule
+from phalanx.checkpoint.snapshot_schedule import Decision, SnapshotSchedule
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.location import clean
 from phalanx.core.layout import Shard
@@ -22,7 +23,7 @@ from phalanx.core.layout import Shard
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 
 
-class CheckpointSession:
+class CheckpointSession(ABC):
     """The parts of a session that do not depend on the mode."""
 
     def __init__(self, job: SessionContext, schedule: SnapshotSchedule) -> None:
@@ -31,6 +32,7 @@ class CheckpointSession:
         self._refused = RefusedStates()
         self._tensors: Tensors = {}
         self._agreement: Callable[[], int] | None = None  # waits for the others' votes
+        self._step: int | None = None  # under way
 
     @property
     def attempt(self) -> int:
@@ -53,11 +55,30 @@ class CheckpointSession:
     def will_persist(self, step: int) -> bool:
         """At the end of a step, before `after_step`: whether that will make a durable checkpoint if it is not the last
         step; all ranks together, the same answer."""
+        return self._decision(step).persist
+
+    def will_take(self, step: int) -> bool:
+        """As `will_persist`, of a snapshot that stays in memory too; before a loop that calls neither `ask` nor `fence`
+        has come to `after_step`."""
+        if self._step != step:
+            self.ask(step)
+        self.fence()
+        return self._decision(step).take
+
+    @abstractmethod
+    def ask(self, step: int) -> None:
+        """The step that will be number `step`, the first being 1, begins."""
+
+    @abstractmethod
+    def fence(self) -> None:
+        """Parameters and optimizer state may be changed after this; called by all ranks alike."""
+
+    def _decision(self, step: int) -> Decision:
         if self._agreement is None:
-            return False
+            return Decision(take=False, persist=False, put_off=False)
         agreed = self._agreement()
         self._agreement = lambda: agreed
-        return self._schedule.decide(step, agreed).persist
+        return self._schedule.decide(step, agreed)
 
     def _present_tensors(self) -> Mapping[str, Tensor]:
         return self._tensors() if callable(self._tensors) else self._tensors
