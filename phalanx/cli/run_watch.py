@@ -29,7 +29,6 @@ from phalanx.cli.targets import Target
 from phalanx.core.units import duration
 from phalanx.run.api.api_client import Client
 from phalanx.run.api.bodies import IncidentLine, status_body
-from phalanx.run.clock import read_clocks
 from phalanx.run.decide.actions import STOPPED
 from phalanx.run.driver.job_status import Known, overview, remember
 from phalanx.run.incidents.detections_file import read_detections
@@ -126,10 +125,10 @@ def _from_journal(found: FoundJob, most: int) -> tuple[Overview, str]:
             hosts=(),
         )
         return nothing, found.dead_text()
-    seen = overview(Known(past.state, past.addresses), read_clocks(), most)
+    seen = overview(Known(past.state, past.addresses), past.clock.read(), most)
     if past.state.phase == "ended":
         return seen, ""
-    return seen, found.dead_text(max(time.time() - past.last_unix_s, 0.0))
+    return seen, found.dead_text(past.clock.read().unix_s - past.last_unix_s)
 
 
 def show_status(now: Overview, console: Console, warning: str = "") -> None:
@@ -250,7 +249,7 @@ def incidents(number: int | None, folder: Path | None, as_json: bool) -> None:
             str(line.attempt),
             f"[{_INCIDENT_STYLES.get(line.result, 'default')}]{line.result}[/]",
             "–" if line.seconds is None else duration(line.seconds),
-            str(line.lost_steps),
+            "–" if line.lost_steps is None else str(line.lost_steps),
             escape(line.title),
         )
     console = make_console()
