@@ -1,5 +1,6 @@
 """Held-out text of corpora that have too few documents to hold some of them out: the end of their text."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,17 @@ def test_masks_and_borders_move_with_the_text(tmp_path: Path, monkeypatch: pytes
     assert whole == [[*first, *second] for first, second in zip(*parts, strict=True)]
     assert len(parts[1][0]) == max(2, round(share * len(whole[0])))
     assert [sum(part[2]) for part in parts] == [split.num_documents for split in after.splits.values()]
+    counts = [(split.num_trained, split.num_untrained) for split in (before.splits["train"], *after.splits.values())]
+    assert counts[0] == (counts[1][0] + counts[2][0], 0)  # an end of text is no text
+    assert [one[1] for one in counts[1:]] == [_untrained(*part[1:]) for part in parts]
     twice = hold_out_tail(after, share)
     assert [_values(split) for split in twice.splits.values()] == parts
+
+
+def _untrained(mask: list[int], starts: list[int]) -> int:
+    """Documents of which no more than their first token, the end of the one before, is trained on."""
+    places = [place for place, is_start in enumerate(starts) if is_start]
+    return sum(sum(mask[place:end]) <= 1 for place, end in pairwise([*places, len(mask)]))
 
 
 def _values(split: PreparedSplit) -> list[list[int]]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig, Split
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.data.tokens.shards import TokenShard, cut_shard
+from phalanx.data.tokens.shards import TokenShard, count_trained, cut_shard
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -148,12 +150,22 @@ def hold_out_tail(source: PreparedSource, share: float) -> PreparedSource:
         for parts, part in zip(shards.values(), both, strict=True):
             parts += [part] if part.num_tokens else []
         place -= shard.num_tokens
-    return replace(source, splits={split: _summed(parts) for split, parts in shards.items()})
+    return replace(source, splits={split: _summed(parts, source) for split, parts in shards.items()})
 
 
-def _summed(shards: list[TokenShard]) -> PreparedSplit:
-    documents = sum(shard.starts_end - shard.starts_begin for shard in shards)
-    return PreparedSplit(sum(shard.num_tokens for shard in shards), documents, 0, tuple(shards))
+def _summed(shards: list[TokenShard], source: PreparedSource) -> PreparedSplit:
+    num_tokens, num_documents, num_trained, num_untrained = np.sum(
+        [
+            (
+                shard.num_tokens,
+                shard.starts_end - shard.starts_begin,
+                *count_trained(shard, has_end_of_text=source.has_end_of_text),
+            )
+            for shard in shards
+        ],
+        axis=0,
+    ).tolist()
+    return PreparedSplit(num_tokens, num_documents, 0, tuple(shards), num_trained, num_untrained)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
