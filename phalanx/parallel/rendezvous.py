@@ -120,7 +120,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG)
 
 
-_WHY, _HEARD = "abort/why", "abort/heard"
+_WHY, _HEARD, _CAUSE = "abort/why", "abort/heard", "abort/cause"
 # Of 12,288 ranks one or two thousand questions a second reach the store: far fewer than it can answer.
 _LOOK_S = 5.0
 _GRACE_S = 5.0
@@ -167,6 +167,25 @@ class Abort:
                 self._why = UserError(problem, cure=cure)
                 self._store.add(_HEARD, 1)
         return self._why
+
+    def cause(self, own: str = "") -> tuple[int, str] | None:
+        """The rank that failed first, and in what words; None: nobody has said so, or who served the store is gone.
+
+        Args:
+            own: what this rank says before it closes its connections, if it failed by itself; it counts if it is first.
+        """
+        if self._store is None:
+            return None
+        with suppress(RuntimeError):
+            if own:
+                found = self._store.compare_set(_CAUSE, "", json.dumps([self._rank, own]))
+            elif self._store.check([_CAUSE]):
+                found = self._store.get(_CAUSE)
+            else:
+                return None
+            rank, words = json.loads(found)
+            return rank, words
+        return None
 
     def linger(self) -> None:
         """Serve the store until all have read why the ranks end, for some seconds at most."""

@@ -17,12 +17,13 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.telemetry.living_ranks import LIVING, RankStatus, State, rank_statuses
-from phalanx.telemetry.run_list import is_run, read_config, read_culprit, read_run, read_tail
+from phalanx.telemetry.run_list import is_run, read_config, read_run, read_tail
 from phalanx.telemetry.run_log import ENDED, STARTED
 from phalanx.telemetry.run_log_lines import LogLine, Wanted, last_lines
 from phalanx.telemetry.run_presence import presences
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
+_NAMES_A_RANK = re.compile(r"rank \d+\b")
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ def run_status(path: Path, *, stalled_after_s: float | None = None, below: Path 
     row, tail = read_run(path, below, stalled_after_s=stalled_after_s), read_tail(path / "metrics.jsonl")
     here, step_s = presences(path), row.step_s
     ranks, state, why = rank_statuses(here), row.state, row.why
-    culprit = read_culprit(path) if state in ("failed", "died") else None
-    if state in ("failed", "died") and (culprit is None or culprit.why not in why):
+    if state in ("failed", "died") and not _NAMES_A_RANK.match(why):
         said = _first_error(path)
         if said is not None and said.text != f"{ENDED}{why}":
             why = f"{why}; first rank {said.rank} {said.text}"

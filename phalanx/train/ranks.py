@@ -24,6 +24,7 @@ from phalanx.core.phases import Phases
 from phalanx.ipc.tree_peers import TreePeers
 from phalanx.launch.cores import allowed_cpus
 from phalanx.launch.environment import Worker
+from phalanx.launch.rank_failures import speaks_of_a_peer
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.group import Waits
 from phalanx.parallel.mesh import Mesh
@@ -96,6 +97,19 @@ class Ranks:
         if len(chosen) > 1:
             raise UserError(chosen[0], cure=chosen[1])
         return chosen[0]
+
+    def why_ended(self, error: BaseException) -> str:
+        """What to keep of the end of this start: `error`, or that of the rank whose failure it only follows from.
+
+        Every rank that fails calls this before it closes its connections: the others see that only then.
+        """
+        kind = "" if isinstance(error, UserError) else type(error).__name__
+        own = ": ".join(filter(None, (kind, *str(error).splitlines()[:1])))
+        if not isinstance(error, Exception):  # it was interrupted
+            return own
+        first = self.abort.cause("" if speaks_of_a_peer(error) else own)
+        # What all refuse alike is nobody's.
+        return own if first is None or own == first[1] else f"rank {first[0]}: {first[1]}"
 
     def record_spans(self, run: Path, config: TelemetryConfig, say: Callable[[str], None]) -> None:
         """Begin to record what this rank does, if the config says so; all ranks call it.

@@ -47,13 +47,13 @@ def seen(config: LoggingConfig, run: Path, ranks: Ranks, start: int) -> Iterator
             try:
                 yield log
             except UserError as error:
-                _note_end(run, ranks, start, began_s, str(error).splitlines()[0])
+                _note_end(run, ranks, start, began_s, ranks.why_ended(error))
                 if log is not None:
                     log.note(f"{ENDED}{error}", "ERROR")
                 raise
             except BaseException as error:
                 why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".removesuffix(": ")
-                _note_end(run, ranks, start, began_s, why)
+                _note_end(run, ranks, start, began_s, ranks.why_ended(error))
                 if log is not None:
                     log.error(error, f"{ENDED}{why}")
                 raise

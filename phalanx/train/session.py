@@ -210,8 +210,7 @@ def train_assembled(
             result = train(run, reporter)
             why = f"stopped by {result.stopped_by}" if result.stopped_by else ALL_DONE
         except BaseException as error:
-            kind = "" if isinstance(error, UserError) else type(error).__name__
-            why = ": ".join(filter(None, (kind, *str(error).splitlines()[:1])))
+            why = run.ranks.why_ended(error)
             raise
         finally:
             logger.close()

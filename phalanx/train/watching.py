@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.core.errors import UserError
 from phalanx.core.progress import PROGRESS_VARIABLE
 from phalanx.telemetry.alerts.alert_receivers import receivers_of
 from phalanx.telemetry.alerts.run_metrics import listen
@@ -53,8 +52,7 @@ def watched(config: RunConfig, folder: RunFolder, ranks: Ranks, note: Callable[[
         yield ending
     except BaseException as error:
         if process is not None:
-            kind = "" if isinstance(error, UserError) else type(error).__name__
-            process.end("failed", ": ".join(filter(None, (kind, *str(error).splitlines()[:1]))))
+            process.end("failed", ranks.why_ended(error))
         raise
     if process is not None:
         stopped_by = "" if ending.result is None else ending.result.stopped_by

@@ -92,8 +92,18 @@ def test_a_rank_that_waits_is_ended_and_one_that_is_under_way_is_not(monkeypatch
     assert not ended.is_set()
 
 
+def test_the_first_to_fail_is_the_cause_for_all() -> None:
+    store = HashStore()
+    first, second, third = (Abort(store, rank, 3) for rank in range(3))
+    assert third.cause() is None
+    assert first.cause("ValueError: wrong") == (0, "ValueError: wrong")
+    assert [one.cause("of its own") for one in (first, second)] == [(0, "ValueError: wrong")] * 2
+    assert third.cause() == (0, "ValueError: wrong")
+
+
 def test_alone_there_is_nobody_to_tell() -> None:
     alone = Abort(None)
+    assert alone.cause("ValueError: wrong") is None
     alone.announce(NO_ROOM)
     alone.linger()
     with alone.watched(lambda: False):

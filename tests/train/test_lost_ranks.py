@@ -7,9 +7,12 @@ import os
 import socket
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.store_port import port_of
+from torch.distributed import HashStore
+from train_helpers import configured
 
 from phalanx.core.errors import UserError
 from phalanx.core.peers import PeerError
@@ -23,7 +26,10 @@ from phalanx.telemetry.run_log_lines import last_lines
 from phalanx.telemetry.run_presence import announce, presences
 from phalanx.telemetry.run_status import run_status
 from phalanx.train.lost_ranks import LostRanks
-from phalanx.train.ranks import meet
+from phalanx.train.ranks import Ranks, meet
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.running import seen
+from phalanx.train.watching import watched
 
 KILLED = "rank 1 (process {}) was killed by SIGKILL"
 
@@ -89,6 +95,31 @@ def test_a_killed_run_is_the_same_in_the_table_and_in_its_status(run: Path) -> N
     (row,) = list_runs(run.parent)
     assert row.state == "died" and "all 2 ranks on this host are gone without a word" in row.why
     assert (row.state, row.why) == (run_status(run).state, run_status(run).why)
+
+
+def told(run: Path, error: Exception, heard: str) -> dict[str, str]:
+    """Who is told how the run ended, and what, where rank 0 ends with an error and rank 1 has said its own before."""
+    store, found = HashStore(), dict[str, str]()
+    Abort(store, 1, 2).cause(heard)
+    ranks = Ranks(abort=Abort(store, 0, 2))
+    config = configured(run.parent, {"alerts.watch": True})
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):
+        heard_by = SimpleNamespace(end=lambda kind, why: found.update({kind: why}))
+        patch.setattr("phalanx.train.watching.start_watcher", lambda *_: heard_by)
+        with seen(config.logging, run, ranks, 1), watched(config, RunFolder(run), ranks, lambda _: None):
+            raise error
+    return found | {"row": read_run(run).why, "status": run_status(run).why}
+
+
+def test_who_failed_first_is_told_everywhere_and_not_what_came_of_it(run: Path) -> None:
+    lost = PeerError("connection closed by peer")
+    why = told(run, lost, "ArithmeticError: rank 1 has come to step 5")
+    assert set(why.values()) == {"rank 1: ArithmeticError: rank 1 has come to step 5"}
+
+
+def test_what_all_refuse_alike_is_nobody_s(run: Path) -> None:
+    refused = UserError("holds a run of another config", cure="set run.folder to a new name")
+    assert set(told(run, refused, str(refused)).values()) == {str(refused)}
 
 
 def test_a_rank_that_comes_after_another_was_refused_says_its_words() -> None:

@@ -31,7 +31,9 @@ from train_helpers import (
 
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import needed_bytes
+from phalanx.telemetry.run_list import read_run
 from phalanx.telemetry.run_samples import read_samples, read_why_none
+from phalanx.telemetry.run_status import run_status
 from phalanx.train.derived.run_layout import task_of
 
 pytestmark = [
@@ -212,6 +214,8 @@ def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path, commands: 
     assert "pipeline 1" in lines[mark]
     assert lines[mark + 2].startswith("Traceback"), "the traceback stands under the mark"
     assert "\n".join(lines[mark:]).count("Traceback") == 1
+    for row in (read_run(tmp_path / "run"), run_status(tmp_path / "run")):  # rank 0 has only lost its peer
+        assert (row.state, row.why) == ("failed", "rank 1: ArithmeticError: rank 1 has come to step 5")
 
 
 @pytest.mark.campaign(but=("1-0",))
