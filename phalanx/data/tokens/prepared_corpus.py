@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,10 +144,11 @@ def hold_out_tail(source: PreparedSource, share: float) -> PreparedSource:
         for parts, part in zip(shards.values(), both, strict=True):
             parts += [part] if part.num_tokens else []
         place -= shard.num_tokens
-    return replace(source, splits={split: _summed(parts) for split, parts in shards.items()})
+    return replace(source, splits={split: split_of_tokens(parts) for split, parts in shards.items()})
 
 
-def _summed(shards: list[TokenShard]) -> PreparedSplit:
+def split_of_tokens(shards: Sequence[TokenShard]) -> PreparedSplit:
+    """A split of which only the tokens are known, not how many bytes of text they are."""
     documents = sum(shard.starts_end - shard.starts_begin for shard in shards)
     return PreparedSplit(sum(shard.num_tokens for shard in shards), documents, 0, tuple(shards))
 
