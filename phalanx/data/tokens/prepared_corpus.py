@@ -131,11 +131,11 @@ def read_source(folder: Path, name: str, weight: float) -> PreparedSource:
     return PreparedSource(name, folder, weight, splits, *about)
 
 
-def hold_out_tail(source: PreparedSource, share: float) -> PreparedSource:
-    """`source` with the last `share` of its tokens held out, wherever that is in a document; at least two tokens, which
-    one target needs. How many bytes of text the parts have is not known."""
+def hold_out_tail(source: PreparedSource, share: float, least: int) -> PreparedSource:
+    """`source` with the last `share` of its tokens held out, wherever that is in a document: two at least, which one
+    target needs, and so few that `least` stay. How many bytes of text the parts have is not known."""
     total = sum(part.num_tokens for part in source.splits.values())
-    place = total - max(round(total * share), 2)
+    place = min(max(total - round(total * share), least), total - 2)
     if place < 1:
         return source
     shards: dict[Split, list[TokenShard]] = {"train": [], "validation": []}
