@@ -18,7 +18,7 @@ from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.data import prepare as preparing
 from phalanx.data.config import DataConfig, Split
-from phalanx.data.tokens.prepared_corpus import Prepared
+from phalanx.data.tokens.prepared_corpus import Prepared, PreparedSplit
 from phalanx.data.tokens.shards import TokenStream
 from phalanx.train.config import RunConfig
 from phalanx.train.reports.preparation_progress import PrepareDisplay
@@ -101,7 +101,17 @@ def _summary(prepared: Prepared, config: DataConfig) -> Table:
             cells = (source.name, name, f"{part.num_tokens:,}", f"{part.num_documents:,}", size, ratio)
             table.add_row(*map(escape, cells), str(source.num_skipped))
     caption = f"{prepared.vocab_size:,} token ids ({config.tokenizer.kind}), in {escape(config.folder)}"
+    trained = [_trained(source.name, name, part) for source in sources for name, part in source.splits.items()]
     left_out = [f"left out of {source.name}: {name}" for source in sources for name in source.skipped]
-    table.caption = "\n".join([caption, *map(escape, left_out)])
+    table.caption = "\n".join([caption, *map(escape, filter(None, trained)), *map(escape, left_out)])
     table.caption_justify = "left"
     return table
+
+
+def _trained(source: str, name: Split, part: PreparedSplit) -> str:
+    """How much of a split is trained on; empty: all of it."""
+    if not part.num_untrained and not any(shard.mask for shard in part.shards):
+        return ""
+    tokens = f"{part.num_trained:,} of {part.num_tokens:,} tokens"
+    without = f"{part.num_untrained:,} of {part.num_documents:,} documents have none to train on"
+    return f"trained on in {source}, {name}: {tokens}; {without}"

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from phalanx.core.config import load
+from phalanx.core.errors import UserError
 from phalanx.ipc.stop_request import StopRequest, exit_status
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluation import evaluate, held_out, held_out_loss
@@ -49,11 +50,14 @@ def command(run: Path, data_config: Path | None, batch: int, tokens: int, device
             result = evaluate(loss_of, text, trained.tokenizer, lambda text: show(text, stop.until_asked(text.batches)))
         finally:
             display.close()
+    if result.is_whole and not result.tokens:
+        cure = "give other text with --data, or have more of it held out (data.validation_fraction)"
+        raise UserError("no token of the held-out text is a target: there is nothing to evaluate", cure=cure)
     if as_json:
         values = {
             "step": trained.step,
-            "loss": result.loss,
-            "perplexity": result.perplexity,
+            "loss": result.loss if result.tokens else None,
+            "perplexity": result.perplexity if result.tokens else None,
             "bits_per_byte": result.bits_per_byte if result.text_bytes else None,
             "tokens": result.tokens,
             "bytes": result.text_bytes,

@@ -49,7 +49,7 @@ TITLES = {
 FIRST = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "step_s", "mfu")
 """Columns that people look at most; others follow by name."""
 
-_NOT_SHOWN = ("step", "skipped", "tokens", "samples", "validation_tokens")
+_NOT_SHOWN = ("step", "skipped", "untrained", "tokens", "samples", "validation_tokens")
 SMALL_PIXELS = 210
 _FLAT_SHARE = 1e-4
 _MARKED_IN_SMALL = ("resume", "skipped step", "incident", "not finite")

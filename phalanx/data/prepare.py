@@ -195,5 +195,11 @@ def _check(config: DataConfig, prepared: Prepared) -> None:
                 field="data.sequence_length",
                 value=config.sequence_length,
             )
+    if not any(source.splits["train"].num_trained for source in prepared.sources):
+        raise UserError(
+            "no token of the text to train on is a target: what is trained on is empty in all documents",
+            cure="name the fields of prompt and answer (`prompt_field`, `field`) on the source",
+            field="data.sources",
+        )
     if config.validation_sources and prepared.num_tokens("validation") < 2:
         raise UserError("have no text", cure="add text, or leave them out", field="data.validation_sources")

@@ -22,6 +22,8 @@ class BadStepJudge:
     deviations above the mean of the last ``history`` finite steps (once there are ``min_history``). Only upwards: a
     loss that falls fast is no fault. When the policy is off, no step is bad, and the counters stay at zero.
 
+    A step without a target is left out, whatever the policy: it is not bad, and nothing is learnt of it.
+
     The state (`state_tensors`) belongs into checkpoints, so that a resumed run skips the same steps.
     """
 
@@ -33,17 +35,24 @@ class BadStepJudge:
         self._in_a_row = torch.zeros_like(self._seen)
         self._worst = torch.zeros_like(self._seen)
         self._slots = torch.arange(config.history, device=device)
-        self._good = torch.zeros((), dtype=torch.float32, device=device)
+        self._trained = torch.zeros((), dtype=torch.bool, device=device)
+        self._untrained = torch.zeros_like(self._seen)
         self._mailbox = _Mailbox(self._worst)
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """The verdict, from the norm before clipping: a float32 scalar on the device, 1.0 to skip, 0.0 to update."""
+    def judge(self, loss: Tensor, grad_norm: Tensor, untrained: Tensor | None = None) -> Tensor:
+        """The verdict, from the norm before clipping: a float32 scalar on the device, 1.0 to skip, 0.0 to update.
+
+        Args:
+            untrained: a bool scalar on the device: the step has no target; None: it has.
+        """
+        untrained = self._trained if untrained is None else untrained
+        self._untrained += untrained
         if not self._config.enabled:
-            return self._good
+            return untrained.float()
         values = torch.stack([loss.detach(), grad_norm.detach()]).to(self._history)
-        finite, limit = torch.isfinite(values).all(), self._limit()
-        bad = ~finite | (values > limit).any()
+        finite, limit = torch.isfinite(values).all() & ~untrained, self._limit()
+        bad = (~finite | (values > limit).any()) & ~untrained
         # A value that is not finite leaves the history as it is; one that is too large enters it as the limit it broke,
         # so that a lasting change of level becomes the new normal after a few steps.
         slot = (self._seen % self._config.history).view(1)
@@ -51,11 +60,11 @@ class BadStepJudge:
         self._history.index_copy_(0, slot, entry)
         self._seen += finite
         self._skipped += bad
-        self._in_a_row.add_(1).mul_(bad)
+        self._in_a_row.add_(~untrained).mul_(bad | untrained)
         # The longest run of bad steps so far: news reach the host late, and a good step in between would hide it.
         torch.maximum(self._worst, self._in_a_row, out=self._worst)
         self._mailbox.post()
-        return bad.float()
+        return (bad | untrained).float()
 
     def _limit(self) -> Tensor:
         """The largest loss and gradient norm that are not outliers; infinite while too little is known."""
@@ -72,6 +81,11 @@ class BadStepJudge:
     def skipped(self) -> Tensor:
         """Updates skipped in the whole run, an int64 scalar on the device."""
         return self._skipped
+
+    @property
+    def untrained(self) -> Tensor:
+        """Steps without a target since this judge was made, an int64 scalar on the device."""
+        return self._untrained
 
     @property
     def hopeless(self) -> bool:

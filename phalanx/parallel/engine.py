@@ -76,7 +76,8 @@ class Engine:
         # `reduction`, `gradient_norm`: sums over parameters that are spread over ranks, for the optimizers.
         self.reduction, self.gradient_norm = reduction_over(groups, known), GradientNorm(groups, known)
         self._micros: list[MicroBatch] = []
-        self._total_weight, self._adding = torch.ones((), device=device), Work()
+        # Of all targets of the last global batch, the same on all ranks once it was added up.
+        self.total_weight, self._adding = torch.ones((), device=device), Work()
         self._runners = {
             number: _Runner(self, part, Passes.of(recorder, chunk)) for chunk, (number, part) in enumerate(held.items())
         }
@@ -108,12 +109,13 @@ class Engine:
         have the same. `step` counts from 0, for dropout.
 
         Returns:
-            The mean cross-entropy per weighted token, nats, without the z-loss term; the same on all ranks.
+            The mean cross-entropy per weighted token, nats, without the z-loss term; the same on all ranks. Where no
+            token of the global batch counts it is NaN, and the gradients are zero.
         """
         # Divided by while the objective is made, so that the mean is over all tokens of the global batch and not one of
         # means; the sum over ranks is on its way meanwhile.
         total = batch.weights_BS.sum().to(self._device, non_blocking=True)
-        self._total_weight, self._adding = total, self._groups.group(*_SAMPLE_AXES).all_reduce(total)
+        self.total_weight, self._adding = total, self._groups.group(*_SAMPLE_AXES).all_reduce(total)
         pieces = [batch.rows(begin, begin + micro_batch) for begin in range(0, len(batch), micro_batch)]
         self._load([piece.filled(micro_batch) for piece in pieces] if self._fill else pieces, seed, step)
         self._run(backward=True)
@@ -144,9 +146,9 @@ class Engine:
         Ranks of one tensor or context group call it together, with the same samples.
         """
         assert not self.no_replay
-        before = self._total_weight, self._adding
+        before = self.total_weight, self._adding
         # Of a whole batch the objective is a mean, of this it is a sum: a factor has no bits to lose.
-        self._total_weight, self._adding = torch.ones((), device=self._device), Work()
+        self.total_weight, self._adding = torch.ones((), device=self._device), Work()
         self._load([samples.filled(micro_batch) if self._fill else samples], seed, step)
         (part,) = self._held.values()
         loss = self.objective(part, None, 0)
@@ -154,7 +156,7 @@ class Engine:
         gradients = [p.grad for p in part.stage.part.parameters() if p.grad is not None]
         digest = together(digests_of([loss, *gradients]))
         self.zero_grad()
-        self._total_weight, self._adding = before
+        self.total_weight, self._adding = before
         return digest
 
     @torch.no_grad()
@@ -210,7 +212,7 @@ class Engine:
         if not part.stage.is_last:
             return out
         self._adding.wait()  # it was on its way while the layers were computed
-        return out / self._total_weight
+        return out / (self.total_weight + (self.total_weight == 0))
 
     def is_last(self, micro_batch: int) -> bool:
         """Whether a micro-batch is the last of the step."""

@@ -23,7 +23,7 @@ class Evaluation:
     """What a model makes of text it was not trained on.
 
     Attributes:
-        loss: mean cross-entropy per token, nats.
+        loss: mean cross-entropy per token, nats; NaN where none was predicted.
         tokens: that were predicted.
         text_bytes: UTF-8 bytes that those tokens stand for; 0: not known.
         held_out_tokens: tokens of the text they were taken from; 0: that is all of it.
@@ -48,6 +48,8 @@ class Evaluation:
 
     def figures(self) -> dict[str, float]:
         """As they are logged and kept with a checkpoint; what is unknown is left out."""
+        if not self.tokens:
+            return {"validation_tokens": 0}
         bits = {"validation_bits_per_byte": self.bits_per_byte} if self.text_bytes else {}
         return {
             "validation_loss": self.loss,
@@ -59,7 +61,7 @@ class Evaluation:
     @classmethod
     def from_figures(cls, figures: Mapping[str, float], held_out_tokens: int = 0) -> Evaluation:
         """The inverse of `figures`."""
-        loss, tokens = figures["validation_loss"], int(figures["validation_tokens"])
+        loss, tokens = figures.get("validation_loss", math.nan), int(figures["validation_tokens"])
         bits = figures.get("validation_bits_per_byte")
         text_bytes = loss * tokens / (math.log(2) * bits) if bits else 0.0
         return cls(loss, tokens, round(text_bytes) if math.isfinite(text_bytes) else 0, held_out_tokens)

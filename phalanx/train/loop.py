@@ -93,7 +93,8 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
             digests.take_gradients(step)
             # The verdict stays a tensor, and the optimizer skips by it: reading it here would have the host wait for
             # the device in every step. For the same reason the loss is recorded as a tensor and read when it is shown.
-            bad = run.judge.judge(loss, norm)
+            weight = run.trainer.total_weight
+            bad = run.judge.judge(loss, norm, weight == 0)
             lr = run.optimizer.set_lr(lr_factor(config.optim.schedule, progress.step, run.total_steps))
             run.optimizer.step(found_inf=bad, grad_scale=grad_scale)
             run.updated()
@@ -104,7 +105,7 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
             # A step that was skipped counts as progress: its batch is used up, and a resumed run must not see it again.
             samples, length = len(batch) * run.trainer.data_ranks, batch.tokens_BS.shape[1]
             progress.advance(samples, length)
-            record.add(step, loss, norm, bad, lr, progress.tokens, samples * length)
+            record.add(step, (loss, norm, bad, weight), lr, progress.tokens, samples * length)
             garbage.after_step(step)
             run.ranks.after_step()
             reporter.note_profile(profiler.after_step(step))
@@ -116,7 +117,8 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
                 run.judge.raise_if_hopeless()
             # The heartbeat goes before what may take long, so that a supervisor sees the step and then a named phase.
             # On a GPU reading the loss would wait for the device, so it is left out there.
-            pulse.step(step, loss.item() if pulse.is_read and loss.device.type == "cpu" else None)
+            is_known = pulse.is_read and loss.device.type == "cpu" and bool(weight)
+            pulse.step(step, loss.item() if is_known else None)
             watch.end_step(ending=ending)
             # Before the checkpoint: none is to hold what copies show to be wrong.
             digests.check(step, saves=ending or run.saver.will_persist(step))
@@ -195,7 +197,8 @@ def _result(run: Run, reporter: Reporter, stop: StopRequest) -> TrainResult:
             text = run.held_out(run.config.evaluate.final_tokens)
             evaluation = Evaluation.from_figures(progress.metrics, text.of_tokens)
             evaluation.require_finite(progress.step)
-    loss = None if reporter.newest is None else reporter.newest.loss
+    newest = reporter.newest
+    loss = None if newest is None or newest.untrained else newest.loss
     return TrainResult(progress.step, progress.tokens, loss, evaluation, run.folder.path, stopped_by)
 
 

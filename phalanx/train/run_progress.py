@@ -16,6 +16,7 @@ class RunProgress:
     step: int = 0  # finished optimizer steps, skipped updates included
     samples: int = 0  # sequences read; also the loader's state, since the order of samples is a function of the seed
     tokens: int = 0  # tokens read
+    untrained: int = 0  # of the steps those without a target, which changed nothing
     train_s: float = 0.0  # wall time spent training, over all starts
     # sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic
     micro_batch: int = 0
@@ -51,7 +52,7 @@ class TrainResult:
     Attributes:
         steps: done in all, skipped updates included.
         tokens: read in all.
-        loss: of the last step that this start made, nats; None: it made none.
+        loss: of the last step that this start made, nats; None: it made none, or one without targets.
         evaluation: on held-out text after the last step; None where the run was stopped or has no such text.
         folder: of the run.
         stopped_by: what ended it before all was done: the name of a signal, ``the end of its time`` or ``a callback``;

@@ -10,7 +10,7 @@ from phalanx.core import units
 from phalanx.core.phases import Phases
 from phalanx.model.shapes import num_parameters
 from phalanx.train.derived.run_layout import axes_text
-from phalanx.train.reports.reporter import describe
+from phalanx.train.reports.reporter import LONGER, describe
 from phalanx.train.run_progress import TrainResult
 from phalanx.train.training_run import Run, described_attention
 
@@ -82,6 +82,8 @@ def closing(run: Run, result: TrainResult) -> str:
         )
     elif skipped:
         lines.append(f"{skipped} update(s) skipped by the bad-step policy")
+    if untrained := run.progress.untrained:
+        lines.append(f"[yellow]{untrained} of {result.steps} steps had no target[/] and changed nothing; {LONGER}")
     if result.evaluation is not None:
         lines.append(f"held-out text: {describe(result.evaluation)}")
     lines.append(f'sample from it: [bold]phalanx generate {escape(quote(str(run.folder.path)))} "…"[/]')

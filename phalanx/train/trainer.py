@@ -48,8 +48,8 @@ def accumulate_gradients(
         passes: what records each forward and backward pass; None: nothing does.
 
     Returns:
-        The mean cross-entropy per weighted token, nats, without the z-loss term; a scalar on the device. NaN where no
-        token of the batch counts.
+        The mean cross-entropy per weighted token, nats, without the z-loss term; a scalar on the device. Where no token
+        of the batch counts it is NaN, and the gradients are zero.
     """
 
     recorded = passes or Passes()
@@ -61,13 +61,14 @@ def accumulate_gradients(
             hidden_BSD = model(micro.tokens_BS, documents_BS=micro.documents_BS, dropout=dropout)
             loss_sum, z_sum = model.loss(hidden_BSD, micro.targets_BS, micro.weights_BS)
         with recorded.backward(number):
-            torch.autograd.backward((loss_sum + z_sum) / total_weight)
+            torch.autograd.backward((loss_sum + z_sum) / divisor)
         return loss_sum.detach()
 
     batch = batch.to(device.torch_device)
     # Each micro-batch is divided by the token weight of the whole batch, so that the sum is right also where masks
     # leave micro-batches with uneven numbers of tokens. The weight is never read back: the host waits for nothing.
     total_weight = batch.weights_BS.sum()
+    divisor = total_weight + (total_weight == 0)
     loss = torch.zeros((), device=device.torch_device)
     for number, begin in enumerate(range(0, len(batch), micro_batch)):
         micro = batch.rows(begin, min(begin + micro_batch, len(batch)))
@@ -88,6 +89,7 @@ class LocalTrainer:
         shards: what part of its logical parameter each of them is.
         data_index, data_ranks: which share of every global batch is this rank's, of how many.
         reduction, gradient_norm: complete the optimizers' sums over parameters that are spread over ranks.
+        total_weight: of all targets of the last global batch, a scalar on the device.
     """
 
     data_index, data_ranks = 0, 1
@@ -103,6 +105,7 @@ class LocalTrainer:
         self.parameters = LogicalParameters(model)
         self.shards = {name: Shard.whole(tuple(p.shape)) for name, p in self.parameters.items()}
         self._device, self._passes = device, Passes.of(recorder)
+        self.total_weight = torch.ones((), device=device.torch_device)
         # Compilers, and a GPU's attention kernels, which are compiled too, work per shape: micro-batches then have one.
         self._fill = compiled or device.torch_device.type == "cuda"
 
@@ -112,6 +115,8 @@ class LocalTrainer:
 
     def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
         """See `phalanx.train.trainer.accumulate_gradients`."""
+        batch = batch.to(self._device.torch_device)
+        self.total_weight = batch.weights_BS.sum()
         loss = accumulate_gradients(
             self.model,
             batch,

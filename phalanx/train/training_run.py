@@ -256,7 +256,7 @@ class Run:
 
         def stepped() -> bool:
             """Whether a parameter should have changed since this was last asked; reads a counter from the device."""
-            made = self._made_with_lr - int(self.judge.skipped)
+            made = self._made_with_lr - int(self.judge.skipped + self.judge.untrained)
             previous, self._made = self._made, made
             return made > previous
 

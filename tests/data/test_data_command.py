@@ -1,5 +1,6 @@
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -53,6 +54,8 @@ def test_prepare_info_and_inspect(config: Path) -> None:
     assert [line for line in said.splitlines() if line.startswith("jsonl-0  ")] == [
         line for line in shown.splitlines() if line.startswith("jsonl-0  ")
     ]
+    counts = r"trained on in jsonl-0, train: [\d,]+ of [\d,]+ tokens; 0 of \d+ documents have none"
+    assert re.search(counts, " ".join(shown.split()))
     text = run("inspect", config, "--tokens", 100)
     assert "document [1] why?line 1 of the text, å and 漢 in it" in text
 

@@ -288,7 +288,7 @@ def test_a_shard_that_is_cut_short_is_named(folder: Path, tmp_path: Path) -> Non
     with npy_writer(path, "<u2") as writer:
         writer.append(np.arange(100))
     path.write_bytes(path.read_bytes()[:-10])
-    split = PreparedSplit(100, 0, 0, (TokenShard(path, "<u2", 128, 100),))
+    split = PreparedSplit(100, 0, 0, (TokenShard(path, "<u2", 128, 100),), 100)
     reader = SampleReader(PreparedSource("x", tmp_path, 0.0, {}, True, ""), split, make(folder).config)
     with pytest.raises(UserError, match=r"t.npy'.*missing or damaged.*318 bytes, 328 are needed"):
         reader.read(np.array([0]))

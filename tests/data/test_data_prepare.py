@@ -328,3 +328,24 @@ def test_the_default_config_prepares_the_standard_library(tmp_path: Path) -> Non
     assert 0.02 < len(held) / (len(train) + len(held)) < 0.1
     assert any(d.startswith('r"""OS routines') for d in train + held)
     assert result.num_bytes("train") == sum(len(d.encode()) for d in train)
+
+
+class TestTargets:
+    def answers(self, folder: Path, answers: list[str], **settings: Any) -> DataConfig:
+        path = write_jsonl(folder / "a.jsonl", [{"q": "why? " * 9, "text": answer} for answer in answers])
+        source = SourceConfig(kind="jsonl", path=str(path), prompt_field="q")
+        return make_config(folder, source, validation_fraction=0.0, **settings)
+
+    def test_documents_without_any_are_counted(self, tmp_path: Path) -> None:
+        config = self.answers(tmp_path, ["", "yes", "", "because " * 30_000, "no"])
+        for result in (prepare(config, workers=1), open_prepared(config)):
+            split = result.sources[0].splits["train"]
+            assert (split.num_trained, split.num_untrained, split.num_documents) == (3 + 8 * 30_000 + 2, 2, 5)
+
+    def test_a_corpus_without_any_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"no token of the text .* is a target.*prompt_field"):
+            prepare(self.answers(tmp_path, [""] * 20), workers=1)
+
+    def test_all_is_trained_on_where_there_are_no_prompts(self, tmp_path: Path) -> None:
+        split = prepare(corpus(tmp_path), workers=1).sources[0].splits["train"]
+        assert (split.num_trained, split.num_untrained) == (split.num_tokens - split.num_documents, 0)

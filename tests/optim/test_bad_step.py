@@ -62,6 +62,24 @@ def test_verdicts_are_the_references(steps: list[tuple[float, float]], history: 
         assert (mine.skipped.item(), mine.state_tensors()["in_a_row"].item()) == (skipped, in_a_row)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_without_a_target_is_left_out_and_nothing_is_learnt_of_it(enabled: bool) -> None:
+    mine = BadStepJudge(BadStepConfig(enabled=enabled, history=4, min_history=2))
+    yes = torch.tensor(True)
+    for loss in (3.0, 3.1, 9.0):
+        judge(mine, loss)
+    before = {name: tensor.clone() for name, tensor in mine.state_tensors().items()}
+    for loss, norm in ((math.nan, 0.0), (2.0, 1.0), (99.0, 1.0)):
+        assert mine.judge(torch.tensor(loss), torch.tensor(norm), yes).item() == 1.0
+    assert mine.judge(torch.tensor(3.0), torch.tensor(1.0), ~yes).item() == 0.0
+    assert before["in_a_row"] == before["skipped"] == enabled
+    assert int(mine.untrained) == 3
+    after = BadStepJudge(BadStepConfig(enabled=enabled, history=4, min_history=2))
+    after.load_state_tensors(before)
+    judge(after, 3.0)
+    assert all(torch.equal(after.state_tensors()[name], tensor) for name, tensor in mine.state_tensors().items())
+
+
 def test_a_spike_is_bad_and_a_fall_is_not() -> None:
     mine = BadStepJudge(BadStepConfig(history=16, min_history=8))
     assert not any(judge(mine, 3.0 + 0.1 * (i % 2)) for i in range(12))

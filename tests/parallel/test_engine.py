@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.parity import runs
 from support.parity.cases import CASES as TABLE
 from support.parity.compare import difference, worst
 from support.parity.places import by_processes, by_threads
 from support.parity.runs import single
-from support.parity.task import Case, Seen
+from support.parity.task import Case, Seen, samples
 
+from phalanx.data.batch import Batch
 from phalanx.model.offload import Lanes, Offload
 from phalanx.parallel import apply
 from phalanx.parallel.process_groups import _ThroughHost, make_gloo
@@ -86,6 +88,22 @@ def test_a_layout_computes_what_one_process_computes(name: str) -> None:
     (found,) = by_threads([case])
     seen = difference(found, single(case))
     assert seen.passes, seen
+
+
+@pytest.mark.parametrize("name", ["replicate", "zero 3, came", "tensor", "ring", "1f1b", "pp, dp, cp"])
+def test_ranks_and_whole_steps_without_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the samples, so a rank's or a micro-batch's, without any count for nothing; all without are no step."""
+
+    def some(case: Case, step: int) -> Batch:
+        batch = samples(case, step)
+        batch.weights_BS[: (case.batch // 2, case.batch, 0)[step]] = 0
+        return batch
+
+    monkeypatch.setattr(runs, "samples", some)
+    (found,) = by_threads([CASES[name]])
+    seen = difference(found, single(CASES[name]))
+    assert seen.passes, seen
+    assert len(found.losses) == 2
 
 
 @pytest.mark.campaign(but=("zbv, tied, zero 3", "1f1b, recompute mlp, dropout"))

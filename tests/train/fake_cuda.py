@@ -297,7 +297,7 @@ def step(
         update.step(found_inf=bad, grad_scale=scale)
         trainer.zero_grad()
         trainer.weights_changed()
-        record.add(number, loss, norm, bad, 0.1, 0, 0)
+        record.add(number, (loss, norm, bad, trainer.total_weight), 0.1, 0, 0)
     assert trainer.held_out_loss([_batch(2, documents=documents)] * 2).device == torch.device("cuda", 0)
     tensors = [*trainer.parameters.values(), *update.state_tensors().values(), *judge.state_tensors().values()]
     assert all(tensor.device.type == "cuda" for tensor in tensors)

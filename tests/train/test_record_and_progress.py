@@ -35,7 +35,7 @@ class Clock:
 
 
 def _add(record: StepRecord, step: int, loss: float, skipped: float = 0.0, tokens: int = 100) -> None:
-    record.add(step, torch.tensor(loss), torch.tensor(0.5), torch.tensor(skipped), 1e-3, step * tokens, tokens)
+    record.add(step, [torch.tensor(x) for x in (loss, 0.5, skipped, 1.0)], 1e-3, step * tokens, tokens)
 
 
 def test_steps_are_reported_in_order_with_the_rate_over_all_of_them() -> None:

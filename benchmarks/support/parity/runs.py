@@ -33,9 +33,10 @@ class Sgd(torch.optim.SGD):
     """Hides no wrong scale of a gradient, as AdamW, LAMB and CAME would; honours the divisor that clips."""
 
     grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None  # only where all gradients are zero
 
     def step(self, closure: Any = None) -> Any:
-        scale, self.grad_scale = self.grad_scale, None
+        scale, self.grad_scale, self.found_inf = self.grad_scale, None, None
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and scale is not None:
@@ -62,7 +63,7 @@ def single(case: Case) -> Seen:
         loss = trainer.accumulate_gradients(samples(case, step), micro_batch=case.batch, seed=_DROPOUT_SEED, step=step)
         if step == 0:
             seen.gradients = {n: p.grad.clone() for n, p in trainer.parameters.items() if p.grad is not None}
-        _update(optimizer, loss, seen)
+        _update(optimizer, loss, trainer.total_weight, seen)
         trainer.zero_grad()
     seen.held_out = float(trainer.held_out_loss(held_out(case)))
     return seen
@@ -82,7 +83,7 @@ def on_rank(case: Case, groups: Groups) -> Piece:
             seen.gradients = {
                 n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in engine.parameters.items()
             }
-        _update(optimizer, loss, seen)
+        _update(optimizer, loss, engine.total_weight, seen)
         engine.zero_grad()
         engine.weights_changed()
     seen.held_out = float(engine.held_out_loss(held_out(case)))
@@ -138,9 +139,12 @@ def make_optimizer(
     )
 
 
-def _update(optimizer: OptimizerSet, loss: Tensor, seen: Seen) -> None:
+def _update(optimizer: OptimizerSet, loss: Tensor, weight: Tensor, seen: Seen) -> None:
     norm, scale = optimizer.clip()
-    optimizer.step(grad_scale=scale)
+    optimizer.step(found_inf=(weight == 0).float(), grad_scale=scale)
+    if not weight:  # a step without targets has no loss
+        assert loss.isnan() and not norm
+        return
     seen.losses.append(float(loss))
     seen.norms.append(float(norm))
 

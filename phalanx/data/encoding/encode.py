@@ -35,6 +35,8 @@ class SplitRecord:
     num_tokens: int = 0
     num_documents: int = 0
     num_bytes: int = 0
+    num_trained: int = 0
+    num_untrained: int = 0
     masked: bool = False
     digests: dict[str, str] = field(default_factory=dict)
 
@@ -153,7 +155,9 @@ class _SplitWriter:
             what: stack.enter_context(npy_writer(_unit_file(folder, signature, split, what), kind))
             for what, kind in kinds.items()
         }
-        self._num_bytes = 0
+        self._num_bytes = self._num_trained = 0
+        self._num_with_text = 0  # documents with text that is trained on
+        self._is_without = False  # the newest document has none yet
 
     def append(self, pieces: list[tuple[TextPiece, IntArray]]) -> None:
         """Write tokens, document starts and loss mask of some pieces, end-of-text before each new document."""
@@ -163,6 +167,7 @@ class _SplitWriter:
         place = self._files["tokens"].count
         for piece, ids in pieces:
             if piece.name is not None:
+                self._is_without = True
                 starts.append(place)
                 if self._end_of_text is not None:
                     tokens.append(self._end_of_text)
@@ -172,6 +177,10 @@ class _SplitWriter:
             masks.append(np.full(len(ids), piece.trained, np.uint8))
             place += len(ids)
             self._num_bytes += len(piece.text.encode())
+            if piece.trained and len(ids):
+                self._num_trained += len(ids)
+                self._num_with_text += self._is_without
+                self._is_without = False
         if tokens:
             self._files["tokens"].append(np.concatenate(tokens))
             self._files["starts"].append(np.array(starts, np.int64))
@@ -183,6 +192,8 @@ class _SplitWriter:
             num_tokens=self._files["tokens"].count,
             num_documents=self._files["starts"].count,
             num_bytes=self._num_bytes,
+            num_trained=self._num_trained,
+            num_untrained=self._files["starts"].count - self._num_with_text,
             masked="mask" in self._files,
             digests={what: writer.digest for what, writer in self._files.items()},
         )
@@ -242,6 +253,8 @@ def collect_splits(folder: Path, records: Sequence[UnitRecord], vocab_size: int)
                 num_documents=sum(part.num_documents for _, part in parts),
                 num_bytes=sum(part.num_bytes for _, part in parts),
                 shards=shards,
+                num_trained=sum(part.num_trained for _, part in parts),
+                num_untrained=sum(part.num_untrained for _, part in parts),
             )
     return result
 

@@ -17,6 +17,7 @@ IntArray = NDArray[Any]
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_NO_TEXT = "\0\uffff"  # U+FFFF is no character
 
 
 class Tokenizer(Protocol):
@@ -116,8 +117,10 @@ class LibraryTokenizer:
         self.json = text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError("has no token in it", cure="check tokenizer.path", field="tokenizer")
+        self.vocab_size = max(vocabulary.values()) + 1
         ids = [self._tokenizer.token_to_id(name) for name in ([end_of_text] if end_of_text else _USUAL_ENDS)]
         self.end_of_text: int | None = next((i for i in ids if i is not None), None)
         if end_of_text and self.end_of_text is None:
@@ -127,15 +130,20 @@ class LibraryTokenizer:
                 field="tokenizer.end_of_text_token",
                 value=end_of_text,
             )
+        end = None if self.end_of_text is None else self._tokenizer.id_to_token(self.end_of_text)
+        self._encoder = self._tokenizer
+        if (hidden := _without_names(self._tree(), end)) is not None:
+            self._encoder = tokenizers.Tokenizer.from_str(json.dumps(hidden))
+        self._encoder.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any that the file's template would add."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[IntArray]:
         """Ids of each text."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -153,12 +161,17 @@ class LibraryTokenizer:
             UserError: another kind of tokenizer (WordPiece, for one), whose tokens do not say which bytes they are.
         """
         sizes = np.zeros(self.vocab_size, np.int64)
-        measure = _measure(json.loads(self.json))
+        measure = _measure(self._tree())
         for token, index in self._tokenizer.get_vocab(with_added_tokens=False).items():
             sizes[index] = measure(token)
         for index, added in self._tokenizer.get_added_tokens_decoder().items():
             sizes[index] = 0 if added.special else len(added.content.encode())
         return sizes
+
+    def _tree(self) -> dict[str, Any]:
+        """The ``tokenizer.json`` as the library writes it, but for files that say what they are themselves."""
+        tree: dict[str, Any] = json.loads(self.json)
+        return tree if "type" in tree["model"] else dict(json.loads(self._tokenizer.to_str()))
 
 
 class IdTokenizer:
@@ -191,6 +204,45 @@ class IdTokenizer:
 
 def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _without_names(tree: dict[str, Any], end_of_text: str | None) -> dict[str, Any] | None:
+    """A ``tokenizer.json`` of the same ids that takes names of special tokens for text; None: `tree` does so already.
+
+    The library's `encode_special_tokens` only keeps added tokens from being looked for. A model finds those that are in
+    its vocabulary all the same: Unigram everywhere, others as whole words, BPE where merges make them. So special
+    tokens, the end of text and the unknown token get names here that no text has.
+
+    Args:
+        tree: of a tokenizer that could be opened; it is changed.
+    """
+    model, added = tree["model"], tree.get("added_tokens") or []
+    special = {token["content"] for token in added if token["special"]}
+    unknown = model.get("unk_token")
+    if model["type"] == "Unigram" and model.get("unk_id") is not None:
+        unknown = model["vocab"][model["unk_id"]][0]
+    names = (special | {end_of_text, unknown}) - {None}
+    if model["type"] == "BPE":
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        kept = [pair for pair in pairs if "".join(pair) not in names and names.isdisjoint(pair)]
+        is_made = len(kept) < len(pairs) or any(len(name) == 1 for name in names)
+        if not is_made and not model.get("ignore_merges") and end_of_text in special | {None}:
+            return None
+        model["merges"] = kept
+
+    def hidden(name: str) -> str:
+        return _NO_TEXT + name if name in names else name
+
+    if model["type"] == "Unigram":
+        model["vocab"] = [[hidden(name), score] for name, score in model["vocab"]]
+    else:
+        model["vocab"] = {hidden(name): index for name, index in model["vocab"].items()}
+        if unknown is not None:
+            model["unk_token"] = hidden(unknown)
+    for token in added:
+        token["special"] = token["content"] in names
+        token["content"] = hidden(token["content"])
+    return tree | {"truncation": None, "padding": None}
 
 
 def _measure(description: dict[str, Any]) -> Callable[[str], int]:

@@ -74,7 +74,8 @@ def token_splits(
                 border = int(inner[np.abs(inner - border).argmin()])
         for parts, part in zip(shards.values(), cut_shard(shard, border), strict=True):
             parts += [part] if part.num_tokens else []
-    return {split: split_of_tokens(parts) for split, parts in shards.items() if parts}, content.hexdigest()
+    splits = {split: split_of_tokens(parts, has_ends=False) for split, parts in shards.items() if parts}
+    return splits, content.hexdigest()
 
 
 def _is_nanogpt_validation(source: SourceConfig, file: InputFile) -> bool:

@@ -13,20 +13,23 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig, Split
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.data.tokens.shards import TokenShard, cut_shard
+from phalanx.data.tokens.shards import TokenShard, cut_shard, trained_tokens
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class PreparedSplit:
-    """One split of one source. `num_bytes` is its UTF-8 text, 0 where the source has only tokens."""
+    """One split of one source. `num_bytes` is its UTF-8 text, 0 where the source has only tokens. `num_trained` are the
+    tokens of text that are trained on (ends of documents do not count), `num_untrained` the documents without any."""
 
     num_tokens: int
     num_documents: int
     num_bytes: int
     shards: tuple[TokenShard, ...]
+    num_trained: int
+    num_untrained: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def write_splits(splits: dict[Split, PreparedSplit], folder: Path) -> dict[str, 
             "num_tokens": part.num_tokens,
             "num_documents": part.num_documents,
             "num_bytes": part.num_bytes,
+            "num_trained": part.num_trained,
+            "num_untrained": part.num_untrained,
             "shards": [_shard_json(shard, folder) for shard in part.shards],
         }
         for name, part in splits.items()
@@ -125,8 +130,7 @@ def read_source(folder: Path, name: str, weight: float) -> PreparedSource:
         for value in part["shards"]:
             paths = {key: folder / value[key] if value[key] else None for key in ("tokens", "starts", "mask")}
             shards.append(TokenShard(**{**value, **paths}))
-        sizes = (part["num_tokens"], part["num_documents"], part["num_bytes"])
-        splits[split] = PreparedSplit(*sizes, tuple(shards))
+        splits[split] = PreparedSplit(**{**part, "shards": tuple(shards)})
     about = (manifest["has_end_of_text"], manifest["fingerprint"], manifest["num_skipped"], tuple(manifest["skipped"]))
     return PreparedSource(name, folder, weight, splits, *about)
 
@@ -144,13 +148,18 @@ def hold_out_tail(source: PreparedSource, share: float, least: int) -> PreparedS
         for parts, part in zip(shards.values(), both, strict=True):
             parts += [part] if part.num_tokens else []
         place -= shard.num_tokens
-    return replace(source, splits={split: split_of_tokens(parts) for split, parts in shards.items()})
+    splits = {split: split_of_tokens(parts, has_ends=source.has_end_of_text) for split, parts in shards.items()}
+    untrained = sum(part.num_untrained for part in source.splits.values())  # mostly there
+    splits["train"] = replace(splits["train"], num_untrained=untrained)
+    return replace(source, splits=splits)
 
 
-def split_of_tokens(shards: Sequence[TokenShard]) -> PreparedSplit:
-    """A split of which only the tokens are known, not how many bytes of text they are."""
+def split_of_tokens(shards: Sequence[TokenShard], *, has_ends: bool) -> PreparedSplit:
+    """A split of which only the tokens are known, not how many bytes of text they are. `has_ends`: each document begins
+    with an end-of-text token, which is not counted as trained on."""
     documents = sum(shard.starts_end - shard.starts_begin for shard in shards)
-    return PreparedSplit(sum(shard.num_tokens for shard in shards), documents, 0, tuple(shards))
+    trained = sum(map(trained_tokens, shards)) - documents * has_ends
+    return PreparedSplit(sum(shard.num_tokens for shard in shards), documents, 0, tuple(shards), trained)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

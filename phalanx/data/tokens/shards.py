@@ -57,6 +57,13 @@ def cut_shard(shard: TokenShard, place: int) -> tuple[TokenShard, TokenShard]:
     )
 
 
+def trained_tokens(shard: TokenShard) -> int:
+    """How many of a shard's tokens are trained on."""
+    if shard.mask is None:
+        return shard.num_tokens
+    return int(np.count_nonzero(map_npy(shard.mask).array[shard.starts_shift :][: shard.num_tokens]))
+
+
 class NpyWriter:
     """Appends to a one-dimensional ``.npy`` file whose length is known only at the end; `digest` is of the values."""
 

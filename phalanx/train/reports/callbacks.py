@@ -19,7 +19,7 @@ class StepReport:
 
     Attributes:
         step: counted from 1.
-        loss: mean cross-entropy per weighted token, nats; without the z-loss term.
+        loss: mean cross-entropy per weighted token, nats; without the z-loss term; NaN where no token has a weight.
         grad_norm: norm of the gradient before clipping.
         lr: base learning rate of the step.
         skipped: the bad-step policy left this update out.
@@ -32,6 +32,7 @@ class StepReport:
         memory_bytes: memory in use on this rank.
         left_s: expected time to the end of the run; None: not known yet, or this step is not shown.
         is_shown: it is one of those that the terminal shows, the newest of `logging.every_steps`.
+        untrained: no token of its batch is a target, so it changed nothing.
     """
 
     step: int
@@ -48,6 +49,7 @@ class StepReport:
     memory_bytes: int = 0
     left_s: float | None = None
     is_shown: bool = False
+    untrained: bool = False
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def format_step(report: StepReport) -> list[tuple[str, str]]:
     """Name and text of every figure, in the order in which they are read."""
     return [
         ("step", f"{report.step}/{report.total_steps}"),
-        ("loss", f"{report.loss:.4f}" + (" skipped" if report.skipped else "")),
+        ("loss", "no targets" if report.untrained else f"{report.loss:.4f}" + (" skipped" if report.skipped else "")),
         ("lr", f"{report.lr:.2e}"),
         ("grad norm", f"{report.grad_norm:.3f}"),
         ("tokens/s", f"{report.tokens_per_s:,.0f}"),

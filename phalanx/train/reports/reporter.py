@@ -17,6 +17,7 @@ from phalanx.train.reports.display import Display, shown
 from phalanx.train.reports.prediction_check import Watch
 from phalanx.train.run_progress import RunProgress
 
+LONGER = "where prompts are longer than samples, set data.sequence_length or train.global_batch higher"
 _FORWARD_SHARE = 3.0  # a forward pass costs a third of a forward and a backward pass
 
 
@@ -60,6 +61,7 @@ class Reporter:
         self._sizes, self._progress = sizes, progress
         self._display, self._logger, self._clock = display, logger, clock
         self._evaluation_s_per_token = 0.0
+        self._is_told = False  # that a step had no target
 
     def report(self, reports: list[StepReport], *, shown: bool = True) -> None:
         """Report every step; the newest is shown, unless it is not `shown`."""
@@ -79,8 +81,20 @@ class Reporter:
             )
             # Before a checkpoint is taken all steps are reported, so its counters include the time of each.
             self._progress.train_s += report.step_s
+            self._note_untrained(report)
             self.newest = full
             self._call("on_step", report.step, full)
+
+    def _note_untrained(self, report: StepReport) -> None:
+        """Count a step that trained nothing; of each start the first is told."""
+        if not report.untrained:
+            return
+        self._progress.untrained += 1
+        if not self._is_told:
+            self._is_told = True
+            self._display.note(
+                f"step {report.step}: no token of its batch is a target, so it changes nothing; {LONGER}"
+            )
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Report held-out figures."""
@@ -151,7 +165,12 @@ class _Metrics(Callback):
             "step_s": report.step_s,
             "memory_bytes": report.memory_bytes,
         }
-        self._logger.log(report.step, values if report.mfu is None else values | {"mfu": report.mfu})
+        if report.mfu is not None:
+            values["mfu"] = report.mfu
+        if report.untrained:  # its loss is no number that went wrong: there is none
+            del values["loss"]
+            values["untrained"] = 1
+        self._logger.log(report.step, values)
 
     def on_evaluate(self, step: int, evaluation: Evaluation) -> None:
         if evaluation.is_whole:  # one that was ended early is made up for by the next start
@@ -175,7 +194,7 @@ class _Shown(Callback):
             self._display.show(report)
 
     def on_evaluate(self, step: int, evaluation: Evaluation) -> None:
-        if evaluation.tokens:
+        if evaluation.tokens or evaluation.is_whole:
             self._display.note(f"step {step}: held-out {describe(evaluation)}")
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
@@ -196,6 +215,8 @@ class _Shown(Callback):
 
 def describe(evaluation: Evaluation) -> str:
     """One line of held-out figures."""
+    if not evaluation.tokens:
+        return "no token that was looked at is a target, so there is no loss"
     bits = f", {evaluation.bits_per_byte:.4f} bits per byte" if evaluation.text_bytes else ""
     of = f" of {units.count(evaluation.held_out_tokens)}" if evaluation.held_out_tokens else ""
     early = "" if evaluation.is_whole else ", ended early"

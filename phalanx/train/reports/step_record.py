@@ -8,7 +8,7 @@ A window of steps can be recorded under torch.profiler, as a Chrome trace in the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from phalanx.train.reports.callbacks import StepReport
 @dataclass
 class _Pending:
     step: int
-    values: Tensor  # (3,): loss, gradient norm, skipped
+    values: Tensor  # (4,): loss, gradient norm, skipped, weight of all targets
     lr: float
     tokens: int
     step_tokens: int
@@ -50,11 +50,14 @@ class StepRecord:
         """Leave the time since the last flush out of the rates: an evaluation or a checkpoint took it."""
         self._since_s = self.clock()
 
-    def add(
-        self, step: int, loss: Tensor, grad_norm: Tensor, skipped: Tensor, lr: float, tokens: int, new: int
-    ) -> None:
-        """Note a step; tensors are scalars on the device, `new` is the number of tokens of this step."""
-        values = torch.stack([loss.detach().float(), grad_norm.detach().float(), skipped.float()])
+    def add(self, step: int, figures: Sequence[Tensor], lr: float, tokens: int, new: int) -> None:
+        """Note a step.
+
+        Args:
+            figures: scalars on the device: loss, gradient norm, whether the update was left out, weight of all targets.
+            new: tokens of this step.
+        """
+        values = torch.stack([figure.detach().float() for figure in figures])
         self._pending.append(_Pending(step, values, lr, tokens, new))
         if self._warm_s is None:
             self._warm_s, self._is_cold = self.clock(), True
@@ -75,8 +78,19 @@ class StepRecord:
             usual_s = max(now_s - max(self._warm_s, self._since_s), 1e-9) / others if others else None
         self._since_s = now_s
         reports = [
-            StepReport(item.step, loss, norm, item.lr, bool(skipped), item.tokens, rate, step_s, usual_s)
-            for item, (loss, norm, skipped) in zip(self._pending, rows, strict=True)
+            StepReport(
+                item.step,
+                loss,
+                norm,
+                item.lr,
+                bool(left_out and weight),
+                item.tokens,
+                rate,
+                step_s,
+                usual_s,
+                untrained=not weight,
+            )
+            for item, (loss, norm, left_out, weight) in zip(self._pending, rows, strict=True)
         ]
         self._pending.clear()
         return reports
