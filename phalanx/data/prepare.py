@@ -95,11 +95,11 @@ def _with_held_out(config: DataConfig, prepared: Prepared) -> Prepared:
         return prepared
 
     def of(given: SourceConfig, source: PreparedSource) -> PreparedSource:
-        train = source.splits.get("train")
-        too_short = train is None or train.num_tokens <= config.sequence_length
+        train, needed = source.splits.get("train"), config.sequence_length + 1
+        too_short = train is None or train.num_tokens < needed
         if given.kind in TOKEN_KINDS or not (too_short or prepared.num_tokens("validation") < 2):
             return source
-        return hold_out_tail(source, config.held_out)
+        return hold_out_tail(source, config.held_out, needed)
 
     return replace(prepared, sources=tuple(map(of, config.sources, prepared.sources)))
 

@@ -24,7 +24,7 @@ def derive_key(*parts: int | str) -> int:
     """A 64-bit key that is a hash of `parts`; different parts give independent keys."""
     # With their types and a separator: 1 and "1", or ("a", "bc") and ("ab", "c"), are different keys.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
 
 
 class Permutation:

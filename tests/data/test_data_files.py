@@ -121,3 +121,17 @@ def test_a_pattern_means_what_it_means_to_path_glob(tmp_path: Path) -> None:
         wanted = [path.relative_to(tmp_path) for path in tmp_path.glob(pattern) if path.is_file()]
         plain = 2 if pattern.startswith("a/") else 0  # names begin below what is no pattern
         assert sorted(names(tmp_path / pattern)) == sorted(path.as_posix()[plain:] for path in wanted), pattern
+
+
+def test_names_that_are_no_utf8_are_read_and_shown_escaped(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for name, content in ((b"a\xe9.txt", b"text that is long enough for a sample"), (b"bad\xff.txt", b"\xff")):
+        (tmp_path / "corpus" / os.fsdecode(name)).write_bytes(content)
+    source = SourceConfig(kind="text", path=str(tmp_path / "corpus"), bad_utf8="skip")
+    config = make_config(tmp_path, source, validation_fraction=1e-9)
+    prepared = prepare(config, workers=1)
+    assert prepared.sources[0].skipped == (r"bad\xff.txt",)
+    assert prepare(config, workers=1).fingerprint == prepared.fingerprint
+    with pytest.raises(UserError) as caught:
+        prepare(make_config(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "corpus"))), workers=1)
+    assert "bad\\udcff.txt" in str(caught.value).encode().decode(), "it can be printed"

@@ -8,6 +8,7 @@ import lzma
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_helpers import documents, lines, make_config, write_text
@@ -15,7 +16,10 @@ from data_helpers import documents, lines, make_config, write_text
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
 from phalanx.data.prepare import prepare
-from phalanx.data.sources import text_reader
+from phalanx.data.sources import documents as documents_of
+from phalanx.data.sources import input_files, text_reader
+from phalanx.data.sources.documents import read_pieces
+from phalanx.data.sources.input_files import list_files, plan_units
 from phalanx.data.sources.text_reader import split_text
 
 TEXTS = lines(300)
@@ -129,6 +133,34 @@ def test_what_is_left_out_for_its_bytes_is_counted(tmp_path: Path) -> None:
     source = SourceConfig(kind="text", path=str(tmp_path / "*.txt"), bad_utf8="skip")
     prepared = prepare(make_config(tmp_path, source), workers=1)
     assert (len(documents(prepared)), prepared.sources[0].skipped) == (1, ("a.txt",))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_document_longer_than_many_units_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    count = 0
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            nonlocal count
+            found = super().readinto(buffer)
+            count += found or 0
+            return found
+
+    monkeypatch.setattr(input_files, "MIN_UNIT_BYTES", 512)
+    monkeypatch.setattr(text_reader, "PIECE_BYTES", 512)
+    monkeypatch.setattr(documents_of, "open_bytes", lambda path, _=None: io.BufferedReader(Counted(path), 512))
+    body, path = "some words of text " * 5000, tmp_path / "a.txt"
+    texts = [json.dumps({"text": text}) + "\n" if kind == "jsonl" else text + "\0" for text in (body, "end")]
+    path.write_text("".join(texts))
+    settings = {"document_separator": "\0"} if kind == "text" else {}
+    source = SourceConfig.model_validate({"kind": kind, "path": str(path), **settings})
+    units = plan_units(source, list_files(source), 0.0)
+    assert len(units) > 50
+    texts = [piece.text for unit in units for part in unit.parts for piece in read_pieces(source, part)]
+    assert "".join(texts) == body + "end"
+    assert count < 5 * path.stat().st_size, "with each unit reading all that follows it would be 30 times as much"
 
 
 class _Counted(bytes):

@@ -1,6 +1,5 @@
 """Held-out text of corpora that have too few documents to hold some of them out: the end of their text."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +56,13 @@ def test_masks_and_borders_move_with_the_text(tmp_path: Path, monkeypatch: pytes
     source = SourceConfig(kind="jsonl", path=str(path), field="a", prompt_field="q")
     before = prepare(make_config(tmp_path, source), workers=1).sources[0]
     assert len(before.splits["train"].shards) > 3
-    after = hold_out_tail(before, share)
+    after = hold_out_tail(before, share, least=17)
     whole, *parts = (_values(split) for split in (before.splits["train"], *after.splits.values()))
     assert whole == [[*first, *second] for first, second in zip(*parts, strict=True)]
     assert len(parts[1][0]) == max(2, round(share * len(whole[0])))
     assert [sum(part[2]) for part in parts] == [split.num_documents for split in after.splits.values()]
-    counts = [(split.num_trained, split.num_untrained) for split in (before.splits["train"], *after.splits.values())]
-    assert counts[0] == (counts[1][0] + counts[2][0], 0)  # an end of text is no text
-    assert [one[1] for one in counts[1:]] == [_untrained(*part[1:]) for part in parts]
-    twice = hold_out_tail(after, share)
+    twice = hold_out_tail(after, share, least=17)
     assert [_values(split) for split in twice.splits.values()] == parts
-
-
-def _untrained(mask: list[int], starts: list[int]) -> int:
-    """Documents of which no more than their first token, the end of the one before, is trained on."""
-    places = [place for place, is_start in enumerate(starts) if is_start]
-    return sum(sum(mask[place:end]) <= 1 for place, end in pairwise([*places, len(mask)]))
 
 
 def _values(split: PreparedSplit) -> list[list[int]]:
@@ -85,7 +75,13 @@ def _values(split: PreparedSplit) -> list[list[int]]:
     return [*tokens.tolist(), *mask.tolist(), [int(place in starts) for place in range(len(stream))]]
 
 
-def test_a_text_too_short_for_a_sample_is_still_refused(tmp_path: Path) -> None:
-    source = SourceConfig(kind="text", path=str(write_text(tmp_path / "held-2.txt", ["short"])))
-    with pytest.raises(UserError, match=r"has 4 tokens to train on, a sample needs 17"):
-        prepare(make_config(tmp_path, source, validation_fraction=0.05), workers=1)
+@pytest.mark.parametrize(("length", "held"), [(17, None), (18, 2), (20, 4), (40, 20)])
+def test_a_sample_to_train_on_comes_before_the_share(tmp_path: Path, length: int, held: int | None) -> None:
+    """A text of 17 letters has 18 tokens with its end: one too few for a sample and a target that is held out."""
+    source = SourceConfig(kind="text", path=str(write_text(tmp_path / "held-2.txt", ["x" * length])))
+    config = make_config(tmp_path, source, validation_fraction=0.5)
+    if held is None:
+        with pytest.raises(UserError, match=r"has 16 tokens to train on, a sample needs 17"):
+            prepare(config, workers=1)
+    else:
+        assert prepare(config, workers=1).num_tokens("validation") == held

@@ -121,7 +121,8 @@ def _assigned(
         for piece in read_pieces(source, part):
             if (name := was_skipped(piece)) is not None:
                 record.num_skipped += 1
-                record.skipped = [*record.skipped, name][:NAMED_SKIPS]
+                shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")  # a file's name
+                record.skipped = [*record.skipped, shown][:NAMED_SKIPS]
                 continue
             if piece.name is not None:
                 split = rule.split(piece.name, part)

@@ -66,7 +66,8 @@ def _read_lines(source: SourceConfig, part: FilePart) -> Iterator[TextPiece]:
         place = 0
         if part.begin:
             file.seek(part.begin - 1)
-            place = part.begin - 1 + len(file.readline())
+            # No further than the part goes: of a line that is longer than a part, each would read all that follows.
+            place = part.begin - 1 + len(file.readline(-1 if end is None else end - part.begin + 1))
         while end is None or place < end:
             line = file.readline()
             if why and not line.endswith(b"\n"):

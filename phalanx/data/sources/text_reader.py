@@ -71,6 +71,8 @@ def separated_pieces(
     blocks = _separated_blocks(file, max(begin - len(separator), 0), separator)
     start, is_first, inside = 0, True, begin == 0
     for place, block, is_last in blocks:
+        if end is not None and place >= end and not inside:
+            return  # whatever follows starts behind the range
         if inside and block:
             yield start, is_first, check.decode(block, place)
             is_first = False

@@ -21,8 +21,8 @@ from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig, Split
 from phalanx.data.shuffle import Int64
 from phalanx.data.sources.input_files import InputFile
-from phalanx.data.tokens.prepared_corpus import PreparedSplit
-from phalanx.data.tokens.shards import Mapped, TokenShard, npy_writer
+from phalanx.data.tokens.prepared_corpus import PreparedSplit, split_of_tokens
+from phalanx.data.tokens.shards import Mapped, TokenShard, cut_shard, npy_writer
 
 CHUNK = 1 << 22
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -52,7 +52,7 @@ def token_splits(
         UserError: an id that the vocabulary has not, a file that is cut short or of another kind.
     """
     content = hashlib.blake2b(digest_size=16)
-    shards: dict[Split, list[tuple[TokenShard, int]]] = {"train": [], "validation": []}
+    shards: dict[Split, list[TokenShard]] = {"train": [], "validation": []}
     has_validation = any(_is_nanogpt_validation(source, file) for file in files)
     for number, file in enumerate(f for f in files if not f.path.endswith(".idx")):
         tokens = _open_nanogpt(source, file) if source.kind == "nanogpt" else _open_megatron(file)
@@ -72,15 +72,9 @@ def token_splits(
             inner = starts[starts > 0]
             if len(inner):
                 border = int(inner[np.abs(inner - border).argmin()])
-        if border:
-            shards["train"].append(_cut(shard, starts, 0, border))
-        if border < tokens.num_tokens:
-            shards["validation"].append(_cut(shard, starts, border, tokens.num_tokens))
-    splits: dict[Split, PreparedSplit] = {}
-    for split, parts in shards.items():
-        if parts:
-            num_tokens, num_documents = sum(s.num_tokens for s, _ in parts), sum(n for _, n in parts)
-            splits[split] = PreparedSplit(num_tokens, num_documents, 0, tuple(s for s, _ in parts), num_tokens)
+        for parts, part in zip(shards.values(), cut_shard(shard, border), strict=True):
+            parts += [part] if part.num_tokens else []
+    splits = {split: split_of_tokens(parts, has_ends=False) for split, parts in shards.items() if parts}
     return splits, content.hexdigest()
 
 
@@ -162,13 +156,3 @@ def _scan(tokens: _TokenFile, source: SourceConfig, vocab_size: int, content: ha
             value=str(tokens.path),
         )
     return np.unique(np.concatenate([[0], found[found < tokens.num_tokens - 1]]))
-
-
-def _cut(shard: TokenShard, starts: Int64, begin: int, end: int) -> tuple[TokenShard, int]:
-    """The part ``[begin, end)`` of a shard, and its number of documents."""
-    first, last = (int(i) for i in np.searchsorted(starts, [begin, end]))
-    itemsize = np.dtype(shard.dtype).itemsize
-    part = TokenShard(
-        shard.tokens, shard.dtype, begin * itemsize, end - begin, shard.starts, first, last, starts_shift=begin
-    )
-    return part, last - first

@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig, Split
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.data.tokens.shards import TokenShard, count_trained, cut_shard
+from phalanx.data.tokens.shards import TokenShard, cut_shard, trained_tokens
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -137,11 +135,11 @@ def read_source(folder: Path, name: str, weight: float) -> PreparedSource:
     return PreparedSource(name, folder, weight, splits, *about)
 
 
-def hold_out_tail(source: PreparedSource, share: float) -> PreparedSource:
-    """`source` with the last `share` of its tokens held out, wherever that is in a document; at least two tokens, which
-    one target needs. How many bytes of text the parts have is not known."""
+def hold_out_tail(source: PreparedSource, share: float, least: int) -> PreparedSource:
+    """`source` with the last `share` of its tokens held out, wherever that is in a document: two at least, which one
+    target needs, and so few that `least` stay. How many bytes of text the parts have is not known."""
     total = sum(part.num_tokens for part in source.splits.values())
-    place = total - max(round(total * share), 2)
+    place = min(max(total - round(total * share), least), total - 2)
     if place < 1:
         return source
     shards: dict[Split, list[TokenShard]] = {"train": [], "validation": []}
@@ -150,22 +148,18 @@ def hold_out_tail(source: PreparedSource, share: float) -> PreparedSource:
         for parts, part in zip(shards.values(), both, strict=True):
             parts += [part] if part.num_tokens else []
         place -= shard.num_tokens
-    return replace(source, splits={split: _summed(parts, source) for split, parts in shards.items()})
+    splits = {split: split_of_tokens(parts, has_ends=source.has_end_of_text) for split, parts in shards.items()}
+    untrained = sum(part.num_untrained for part in source.splits.values())  # mostly there
+    splits["train"] = replace(splits["train"], num_untrained=untrained)
+    return replace(source, splits=splits)
 
 
-def _summed(shards: list[TokenShard], source: PreparedSource) -> PreparedSplit:
-    num_tokens, num_documents, num_trained, num_untrained = np.sum(
-        [
-            (
-                shard.num_tokens,
-                shard.starts_end - shard.starts_begin,
-                *count_trained(shard, has_end_of_text=source.has_end_of_text),
-            )
-            for shard in shards
-        ],
-        axis=0,
-    ).tolist()
-    return PreparedSplit(num_tokens, num_documents, 0, tuple(shards), num_trained, num_untrained)
+def split_of_tokens(shards: Sequence[TokenShard], *, has_ends: bool) -> PreparedSplit:
+    """A split of which only the tokens are known, not how many bytes of text they are. `has_ends`: each document begins
+    with an end-of-text token, which is not counted as trained on."""
+    documents = sum(shard.starts_end - shard.starts_begin for shard in shards)
+    trained = sum(map(trained_tokens, shards)) - documents * has_ends
+    return PreparedSplit(sum(shard.num_tokens for shard in shards), documents, 0, tuple(shards), trained)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -57,22 +57,11 @@ def cut_shard(shard: TokenShard, place: int) -> tuple[TokenShard, TokenShard]:
     )
 
 
-def count_trained(shard: TokenShard, *, has_end_of_text: bool) -> tuple[int, int]:
-    """Tokens of text that are trained on, and documents that begin in the shard and have none there."""
-    starts = np.zeros(0, np.int64)
-    if shard.starts is not None:
-        starts = map_npy(shard.starts).array[shard.starts_begin : shard.starts_end] - shard.starts_shift
-    of_documents = np.diff(starts, append=shard.num_tokens)
-    num_trained = shard.num_tokens
-    if shard.mask is not None:
-        mask = map_npy(shard.mask).array[shard.starts_shift :][: shard.num_tokens]
-        num_trained = int(np.count_nonzero(mask))
-        # Of two that begin at one place, the first is empty; `reduceat` would take the next token for it.
-        of_documents = (
-            np.where(of_documents, np.add.reduceat(mask, starts, dtype=np.int64), 0) if len(starts) else starts
-        )
-    # A document begins with the end of the one before it.
-    return num_trained - len(starts) * has_end_of_text, int(np.count_nonzero(of_documents <= has_end_of_text))
+def trained_tokens(shard: TokenShard) -> int:
+    """How many of a shard's tokens are trained on."""
+    if shard.mask is None:
+        return shard.num_tokens
+    return int(np.count_nonzero(map_npy(shard.mask).array[shard.starts_shift :][: shard.num_tokens]))
 
 
 class NpyWriter:
