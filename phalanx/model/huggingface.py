@@ -10,18 +10,17 @@ tokenizer.json. Nothing is unpickled: folders with only ``.bin`` weights are ref
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,9 +28,12 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder, write_json
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
-from phalanx.model.hf_config import export_family, family_of, read_config, write_config
+from phalanx.model.hf_config import dequantise_first, export_family, family_of, read_config, write_config
+from phalanx.model.hf_files import INDEX, WEIGHTS, Stored, open_weights, read_json, stored_tensors
 from phalanx.model.logical_parameters import LogicalParameters
 from phalanx.model.shapes import Parameter, parameter_table
+
+_SAME_MODEL = "take config.json and weights from the same model, whole and without anything added to it"
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,19 @@ class Rule:
     parts: tuple[str, ...]
     transposed: bool = False
 
-    def split(self, stored: Tensor, table: Mapping[str, Parameter]) -> Iterator[tuple[str, Tensor]]:
-        """The logical tensors in `stored`; a `UserError` where its shape is not the config's."""
+    def require_shape(self, shape: tuple[int, ...], table: Mapping[str, Parameter]) -> None:
+        """Refuse a stored tensor whose shape is not the config's."""
         shapes = [table[part].shape for part in self.parts]
         full = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         expected = full[::-1] if self.transposed else full
-        if tuple(stored.shape) != expected:
-            problem = f"has shape {tuple(stored.shape)} where config.json makes it {expected}"
-            raise UserError(problem, cure="take config.json and weights from the same model", field=self.name)
-        rows = [shape[0] for shape in shapes]
+        if shape != expected:
+            raise UserError(
+                f"has shape {shape} where config.json makes it {expected}", cure=_SAME_MODEL, field=self.name
+            )
+
+    def split(self, stored: Tensor, table: Mapping[str, Parameter]) -> Iterator[tuple[str, Tensor]]:
+        """The logical tensors in `stored`, which has the config's shape."""
+        rows = [table[part].shape[0] for part in self.parts]
         pieces = torch.split(stored.t() if self.transposed else stored, rows)
         return zip(self.parts, (piece.contiguous() for piece in pieces), strict=True)
 
@@ -112,30 +118,52 @@ def _linear(theirs: str, ours: str, *, transposed: bool) -> list[Rule]:
     return [Rule(f"{theirs}.weight", (ours,), transposed), Rule(f"{theirs}.bias", (f"{ours}_bias",))]
 
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_LAYER = re.compile(r"(?:model\.layers|layers|transformer\.h|h)\.(\d{1,9})\.")
+_BUFFERS = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_GPT2_BUFFERS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # masks, in files of former versions
 
 
 def import_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Read a Llama, Mistral, Qwen2, Qwen3 or GPT-2 folder.
 
+    The headers of its files are held against config.json before anything of the size that either says is built.
+
     Returns:
         The config (vocabulary unpadded) and every logical parameter, in the folder's dtype, on the CPU.
 
     Raises:
-        UserError: a file is missing or damaged, the architecture is unknown, a tensor is missing or of another shape.
+        UserError: a file is missing or damaged, the architecture is unknown, weights are quantised, not finite,
+            missing, left over, of another shape, or tied to an embedding that they differ from.
     """
     path = Path(path)
-    raw = _read_json(path / "config.json")
-    family, config = family_of(raw), read_config(raw)
+    raw = read_json(path / "config.json")
+    family = family_of(raw)
+    stored = stored_tensors(path)
+    config = read_config(raw, stored_layers=len({found[1] for found in map(_LAYER.match, stored) if found}))
     table, wanted = parameter_table(config), rules(family, config)
+    names = _names(wanted, stored)
+    tied = _require_all_taken(family, config, stored, {*names.values()})
+    for rule in wanted:
+        rule.require_shape(stored[names[rule.name]].shape, table)
     tensors: dict[str, Tensor] = {}
-    places = _places(path, wanted)
-    for file in sorted({file for file, _ in places.values()}):
-        here = [(rule, stored) for rule in wanted for place, stored in [places[rule.name]] if place == file]
-        with _open(file) as opened:
-            for rule, name in here:
-                tensors |= rule.split(opened.get_tensor(name), table)
+    for file in sorted({stored[name].file for name in names.values()}):
+        with open_weights(file) as opened:
+            for rule in (rule for rule in wanted if stored[names[rule.name]].file == file):
+                tensor = opened.get_tensor(names[rule.name])
+                require_finite(names[rule.name], tensor)
+                tensors |= rule.split(tensor, table)
+    if tied is not None:
+        _require_tied(tied, stored[tied].file, tensors["embedding"])
     return config, {name: tensors[name] for name in table}
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Refuse weights of which one is NaN or infinite."""
+    least, most = tensor.aminmax()  # NaN is both, where there is one
+    if not (least.isfinite() and most.isfinite()):
+        cure = "take the weights from before they were damaged"
+        raise UserError("has values that are NaN or infinite", cure=cure, field=name)
 
 
 def export_folder(
@@ -211,57 +239,40 @@ def parity(path: Path, *, batch: int = 2, length: int = 32, seed: int = 0) -> fl
     return float(difference.abs().max())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError("is missing", cure="point to a complete Hugging Face folder", field=str(path)) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot be read: {error}", cure="fetch the folder again", field=str(path)) from None
-    if not isinstance(value, dict):
-        raise UserError("is not a JSON object", cure="fetch the folder again", field=str(path))
-    return value
-
-
-def _places(folder: Path, wanted: list[Rule]) -> dict[str, tuple[Path, str]]:
-    """For each rule's tensor, the file that holds it and its name there (GPT-2 files may lack ``transformer.``)."""
-    files = _weight_files(folder)
-    places = {}
+def _names(wanted: list[Rule], stored: Mapping[str, Stored]) -> dict[str, str]:
+    """What each rule's tensor is called in the files (those of base models lack ``transformer.`` or ``model.``)."""
+    names = {}
     for rule in wanted:
-        names = (rule.name, rule.name.removeprefix("transformer."), rule.name.removeprefix("model."))
-        stored = next((name for name in names if name in files), None)
-        if stored is None:
+        candidates = (rule.name, rule.name.removeprefix("transformer."), rule.name.removeprefix("model."))
+        found = next((name for name in candidates if name in stored), None)
+        if found is None:
             cure = "fetch the folder again, or correct config.json (biases, tied embeddings)"
             raise UserError("is missing from the weights", cure=cure, field=rule.name)
-        places[rule.name] = (files[stored], stored)
-    return places
+        names[rule.name] = found
+    return names
 
 
-def _weight_files(folder: Path) -> dict[str, Path]:
-    if (folder / _INDEX).exists():
-        index = _read_json(folder / _INDEX).get("weight_map", {})
-        outside = [name for name in index.values() if Path(name).name != name]
-        if outside:
-            raise UserError("names a file outside the folder", cure="do not trust it", field=_INDEX, value=outside[0])
-        return {tensor: folder / name for tensor, name in index.items()}
-    if (folder / _WEIGHTS).exists():
-        with _open(folder / _WEIGHTS) as file:
-            return dict.fromkeys(file.keys(), folder / _WEIGHTS)
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        cure = "convert it with transformers: model.save_pretrained(folder, safe_serialization=True)"
-        raise UserError("has only pickled weights, which are never loaded", cure=cure, field=str(folder))
-    raise UserError(f"has no {_WEIGHTS}", cure="point to a complete Hugging Face folder", field=str(folder))
+def _require_all_taken(family: str, config: ModelConfig, stored: Mapping[str, Stored], taken: set[str]) -> str | None:
+    """Refuse weights that are no plain numbers, or that no rule takes; the name of a stored head that is tied."""
+    tied = None
+    for name, found in stored.items():
+        if _BUFFERS.fullmatch(name) or (family == "gpt2" and _GPT2_BUFFERS.fullmatch(name)):
+            continue
+        if found.dtype not in _PLAIN:
+            raise dequantise_first(f"{found.file}: {name}", found.dtype)
+        if name == "lm_head.weight" and config.tie_embeddings:
+            tied = name
+        elif name not in taken:
+            problem = f"is in {found.file}, and the model of config.json has no such weight"
+            raise UserError(problem, cure=_SAME_MODEL, field=name)
+    return tied
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise UserError("is missing", cure="fetch the folder again", field=str(path)) from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"is damaged: {error}", cure="fetch the folder again", field=str(path)) from None
+def _require_tied(name: str, file: Path, embedding: Tensor) -> None:
+    with open_weights(file) as opened:
+        if not torch.equal(opened.get_tensor(name), embedding):
+            cure = "set tie_word_embeddings to false in config.json, or remove the head from the weights"
+            raise UserError(f"{name} differs from the embedding", cure=cure, field="tie_word_embeddings", value=True)
 
 
 def _stored(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -286,7 +297,7 @@ def _write_weights(folder: Path, stored: Mapping[str, Tensor], max_shard_bytes: 
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / _WEIGHTS, metadata={"format": "pt"})
+        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -294,7 +305,7 @@ def _write_weights(folder: Path, stored: Mapping[str, Tensor], max_shard_bytes: 
         save_file(shard, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     total = sum(tensor.nbytes for tensor in stored.values())
-    write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 @contextmanager

@@ -126,3 +126,20 @@ def test_what_is_no_llama_is_refused(tmp_path: Path) -> None:
     save_alone(tmp_path / "b", titan_state() | {"layers.0.moe.router.gate.weight": torch.ones(3)})
     with pytest.raises(UserError, match=r"layers have moe\.router\.gate\.weight"):
         read_llama(tmp_path / "b", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layers.0.attention.wq.weight_scale": torch.ones(1)}, "layers have attention.wq.weight_scale"),
+        ({"adapter.weight": torch.ones(1)}, "it has adapter.weight, too"),
+        ({"output.weight": torch.ones(257, 32, dtype=torch.float8_e4m3fn)}, "output.weight is quantised"),
+        ({"layers.1.feed_forward.w2.weight": torch.ones(32, 48).to(torch.int8)}, "w2.weight is quantised"),
+        ({"norm.weight": torch.full((32,), torch.nan)}, "norm: has values that are NaN"),
+    ],
+)
+def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Tensor], says: str) -> None:
+    write_corpus(tmp_path)
+    save_alone(tmp_path / "step-4", titan_state() | change)
+    with pytest.raises(UserError, match=says):
+        begin(configured(tmp_path, SETTINGS | {"train.init_from": str(tmp_path / "step-4")}, "run"))

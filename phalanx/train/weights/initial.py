@@ -23,7 +23,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.spec import open_saved_tokenizer
 from phalanx.data.tokenizers.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.model.config import ModelConfig
-from phalanx.model.huggingface import import_folder
+from phalanx.model.huggingface import import_folder, require_finite
 from phalanx.model.logical_parameters import fill
 from phalanx.model.shapes import parameter_table
 from phalanx.train.derived.run_numbers import complete_model
@@ -49,6 +49,8 @@ _TRANSPOSED = ("attention.o", "mlp.down")  # ours are (inputs, outputs)
 _ROTATED = ("attention.q", "attention.k")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _COMPARED = ("layers", "hidden", "num_kv_heads", "mlp_width", "tie_embeddings", "vocab_size", "bias", "qk_norm")
+# What may lie beside the weights.
+_BESIDE = re.compile(r"(optimizer|optim|lr_scheduler|dataloader|train_state|rng)\..*|freqs_cis|rope.cache")
 _CURE = "give a checkpoint of torchtitan's Llama, or convert it to a Hugging Face folder first"
 
 
@@ -76,6 +78,13 @@ def read_llama(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, 
     missing = [theirs for theirs in names.values() if theirs not in stored]
     if missing:
         raise UserError(f"lacks {missing[0]}", cure=_CURE, field=str(path))
+    left = sorted(name for name in {*stored} - {*names.values()} if not _BESIDE.fullmatch(name))
+    if left:
+        raise UserError(f"is no Llama of torchtitan's: it has {left[0]}, too", cure=_CURE, field=str(path))
+    dtypes = {theirs: torch_dtype(stored[theirs].dtype) for theirs in names.values()}
+    packed = [theirs for theirs, dtype in dtypes.items() if not dtype.is_floating_point or dtype.itemsize == 1]
+    if packed:
+        raise UserError(f"{packed[0]} is quantised: {dtypes[packed[0]]}", cure=_CURE, field=str(path))
     tensors = found.read(prefix + theirs for theirs in names.values())
     return described, {ours: _ours(ours, tensors[prefix + theirs], described) for ours, theirs in names.items()}
 
@@ -150,6 +159,8 @@ def load_initial_weights(trainer: Trainer, tokenizer: Tokenizer, source: Path, s
     else:
         weights = weights_of_folder(source)
     require_same_model(config, weights.model, weights.origin)
+    for name, tensor in weights.tensors.items():
+        require_finite(name, tensor)
     # Those of the vocabulary with a row for each word and no more: this model pads for itself.
     words = weights.model.vocab_size
     tensors = {n: t[:words] if n in ("embedding", "head") else t for n, t in weights.tensors.items()}
