@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,7 +89,9 @@ def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = build(mode)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if mode == "ddp":  # each rank has the state of some parameters
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
     sampler = Sampler(rank)
     losses: dict[int, float] = {}
     threads, is_kept = gloo_threads(), False
@@ -114,6 +117,9 @@ def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> 
             if kill_at and "memory_every_steps" in settings and not is_kept:
                 is_kept = _is_kept_soon(checkpoints)
         end = {"start": start, "losses": losses, "drawn": len(sampler.drawn), "weights": whole(model)}
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            state, numbered = optimizer.optim.state, enumerate(model.parameters())
+            end["moments"] = {n: state[p]["exp_avg"].tolist() for n, p in numbered if p in state}
     end["threads_left"] = gloo_threads() - threads
     dist.destroy_process_group()
     return end

@@ -60,6 +60,9 @@ def test_killed_and_resumed_in_the_same_layout_and_in_another(loops: Loops, tmp_
     assert [c.step for c in candidates(tmp_path / "killed")] == [7, 6, 3]
     [alone] = loops.run(1, tmp_path / "killed", mode, 7, "every_steps=3", *BLOCKING)
     assert (alone["start"], alone["weights"], alone["drawn"]) == (7, whole[0]["weights"], whole[0]["drawn"])
+    if mode == "ddp":
+        assert alone["moments"] == whole[0]["moments"] | whole[1]["moments"]
+        assert 0 < len(whole[0]["moments"]) < len(alone["moments"])
 
 
 @pytest.mark.campaign(but=("1-ddp",))

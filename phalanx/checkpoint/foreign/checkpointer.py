@@ -25,6 +25,7 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.foreign.distributed_peers import find_peers, leave
 from phalanx.checkpoint.foreign.restore_objects import UndrawnParameters, look, put_back
 from phalanx.checkpoint.foreign.training_state import Table, TrainingState
+from phalanx.checkpoint.foreign.wrapped_optimizers import watched
 from phalanx.checkpoint.restoring.restore import Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.open_session import open_session
@@ -58,7 +59,7 @@ class Updates:
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Listen to these instead of those before."""
         self.close()
-        for optimizer in optimizers:
+        for optimizer in (each for given in optimizers for each in watched(given)):
             self._hooks.append(optimizer.register_step_pre_hook(self._on_step))
             self._hooks.append(optimizer.register_step_post_hook(self._on_stepped))
 
@@ -162,7 +163,7 @@ class Checkpointer:
             str(folder), self.config, peers=self.peers, layout=layout, run_config=run_config, report=report_line
         )
         self._stopping = Stopping(self.config, self.peers, os.environ, time.time(), catch=stop_signals)
-        self._updates = Updates(self._training.optimizers.values(), self.before_update)
+        self._updates = Updates(self._training.given.values(), self.before_update)
         self._table: Table = {}  # of the tensors that the ranks agreed on
         self._is_watched = False
         self._is_fenced = False
@@ -180,7 +181,7 @@ class Checkpointer:
         """Add what was not there yet when this was made; before `restore` and the first `step`."""
         self._training.add(model, optimizer, extra or {})
         agreed(self.peers, self._training.collect)
-        self._updates.watch(self._training.optimizers.values())
+        self._updates.watch(self._training.given.values())
 
     def look(self) -> dict[str, Any]:
         """The JSON of the state that `restore` would put back now; empty where there is none.
@@ -334,7 +335,7 @@ class Checkpointer:
 
     def _watch(self) -> None:
         """Let the ranks agree on the tensors: only after a step has the optimizer all of its state."""
-        agreed(self.peers, self._training.collect)
+        agreed(self.peers, lambda: self._training.require_seen(self._training.collect()))
         self._training.reserve(lambda room: self.peers.ask_highest(room)())
         found = self._training.collect()
         self._table = found.table

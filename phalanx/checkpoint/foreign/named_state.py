@@ -152,7 +152,8 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
 
 
 def optimizer_tree(optimizer: Optimizer, names: Mapping[Tensor, str], path: str) -> dict[str, Any]:
-    """The state of an optimizer as a tree: ``state`` by name of the parameter, and ``groups``.
+    """The state of an optimizer as a tree: ``state`` by name of the parameter, ``groups``, and ``others`` (keys of no
+    parameter).
 
     Raises:
         UserError: it has a parameter that is in no model.
@@ -168,7 +169,10 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[Tensor, str], path: str)
         {key: value for key, value in group.items() if key != "params"} | {"params": [*map(name_of, group["params"])]}
         for group in optimizer.param_groups
     ]
-    return {"state": {name_of(p): dict(state) for p, state in optimizer.state.items() if state}, "groups": groups}
+    own = {p: state for p, state in optimizer.state.items() if isinstance(p, Tensor)}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    tree = {"state": {name_of(p): dict(state) for p, state in own.items() if state}, "groups": groups}
+    return tree | ({"others": others} if others else {})
 
 
 def targets(
@@ -190,9 +194,19 @@ def targets(
             name = names[parameter]
             for key in paths(tree["state"].get(name), f"{path}.state.{name}"):
                 found[key] = _like(parameter, saved, key)
-    for key in paths(tree["groups"], f"{path}.groups"):
-        found[key] = _like(None, saved, key)
+    _require_groups(tree, optimizer, path)
+    for part in ("groups", "others"):
+        for key in paths(tree.get(part), f"{path}.{part}"):
+            found[key] = _like(None, saved, key)
     return found
+
+
+def _require_groups(tree: Mapping[str, Any], optimizer: Optimizer, path: str) -> None:
+    if len(tree["groups"]) != len(optimizer.param_groups):
+        problem = f"has {len(optimizer.param_groups)} parameter groups here and {len(tree['groups'])} in the checkpoint"
+        raise UserError(
+            problem, cure="build the optimizer as it was, with add_param_group before restore()", field=path
+        )
 
 
 def load(
@@ -202,13 +216,11 @@ def load(
     path: str,
     tensor: Callable[[str], Tensor],
 ) -> None:
-    """Put the state described by `tree` into `optimizer`; UserError: its groups of parameters are others."""
+    """Put the state described by `tree` into `optimizer`, for which there are `targets`."""
     groups = rebuild(tree["groups"], f"{path}.groups", tensor)
-    if len(groups) != len(optimizer.param_groups):
-        problem = f"has {len(optimizer.param_groups)} parameter groups here and {len(groups)} in the checkpoint"
-        raise UserError(problem, cure="build the optimizer as it was", field=path)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {}
+    others = rebuild(tree.get("others", {}), f"{path}.others", tensor)
+    state: dict[int, Any] = {}
     for number, parameter in enumerate(parameters):
         name = names[parameter]
         if name in tree["state"]:
@@ -218,7 +230,7 @@ def load(
         group | {"params": [next(numbers) for _ in own["params"]]}
         for group, own in zip(groups, optimizer.param_groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": counted})
+    _load_plain(optimizer, {"state": {**others, **state}, "param_groups": counted})
     # torch turns loaded state into the dtype of its parameter, which loses digits of fp32 state of bf16 parameters.
     for number, values in state.items():
         own = optimizer.state[parameters[number]]
@@ -227,9 +239,54 @@ def load(
                 own[key] = value.to(own[key].device)
 
 
+class _Shell(Optimizer):
+    """Takes up a state for a wrapper whose own `load_state_dict` expects another."""
+
+
+def _load_plain(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load what torch's own `state_dict` gives; the groups and ``state`` stay the objects that they were, which others
+    may share."""
+    groups, values, kind = optimizer.param_groups, optimizer.state, type(optimizer)
+    members, loaded = list(groups), optimizer
+    both = kind.load_state_dict is not Optimizer.load_state_dict and kind.state_dict is not Optimizer.state_dict
+    if "state" in vars(optimizer) and (both or "_optimizer_step_pre_hooks" not in vars(optimizer)):
+        # Its own would give the state to an optimizer inside, or it was made without `Optimizer.__init__`.
+        loaded = _Shell([{**group} for group in groups], {})
+    loaded.load_state_dict(state)
+    for group, new in zip(members, [dict(group) for group in loaded.param_groups], strict=True):
+        group.clear()
+        group.update(new)
+    optimizer.param_groups[:] = members
+    new_values = dict(loaded.state)
+    values.clear()
+    values.update(new_values)
+    for name, value in (("param_groups", groups), ("state", values)):
+        if name in vars(optimizer):
+            vars(optimizer)[name] = value
+
+
 def _like(parameter: Tensor | None, saved: Mapping[str, tuple[str, tuple[int, ...]]], key: str) -> Tensor:
     dtype_name, shape = saved.get(key, ("float32", ()))  # what is missing is reported when it is read
     dtype = getattr(torch, dtype_name)
     if parameter is not None and tuple(parameter.shape) == shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype)
+
+
+def require_savable(name: str, tensor: Tensor) -> None:
+    """Raise UserError for a tensor that is not a plain block of memory with values, or whose name no file can hold."""
+    problem, cure = "", "keep plain tensors instead, or leave it out (register_buffer(…, persistent=False))"
+    if tensor.is_meta:
+        problem = "is on the meta device, where there are no values"
+        cure = "give the model memory (to_empty) and values before the Checkpointer is made"
+    elif tensor.is_quantized:
+        problem = "is a quantized tensor, which a checkpoint cannot hold"
+    elif tensor.is_nested:
+        problem = "is a nested tensor, which a checkpoint cannot hold"
+    elif tensor.layout != torch.strided:
+        problem = f"is a sparse tensor ({tensor.layout}), which a checkpoint cannot hold"
+    printable = name.encode(errors="backslashreplace").decode()
+    if printable != name:
+        problem, cure = "has half a character (a lone surrogate) in its name, which no file can hold", "rename it"
+    if problem:
+        raise UserError(problem, cure=cure, field=printable)

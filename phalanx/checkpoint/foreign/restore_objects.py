@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import init
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from phalanx.checkpoint.all_ranks import agreed
@@ -109,7 +110,8 @@ def put_back(
         if training.has_blobs(opened.state):
             opened.read(blob)
         own = b"".join(tensor.numpy().tobytes() for tensor in blob.values())
-        agreed(peers, lambda: made.append(Putting(training, opened.state, own, strict=strict)))
+        state = opened.state if training.has_blobs(opened.state) else _with_other_ranks(opened)
+        agreed(peers, lambda: made.append(Putting(training, state, own, strict=strict)))
         return Targets(*made[0].targets(), partial(_require_fit, opened.step, training, strict), _CURE)
 
     restored = restore(wanted)
@@ -120,6 +122,28 @@ def put_back(
         if names:
             report(f"{len(names)} {what} not in the checkpoint, left as they were: {', '.join(names[:_SHOWN])}")
     return restored
+
+
+def _with_other_ranks(opened: Opened) -> dict[str, Any]:
+    """The state with what other ranks than the first knew of optimizers, where the first did not know it all: each
+    may have had the state of its own parameters only."""
+    state = opened.state
+    kept = [
+        key for key, tree in state["objects"].items() if isinstance(tree, dict) and {"state", "groups"} <= set(tree)
+    ]
+    prefixes = tuple(f"{key}.state." for key in kept)
+    if not prefixes or all(name in state["tensors"] for name in opened.tensors if name.startswith(prefixes)):
+        return dict(state)
+    names = [f"rank.{rank}.json" for rank in range(1, state["world_size"])]
+    blobs = {name: torch.empty(int(state["blob_bytes"]), dtype=torch.uint8) for name in names}
+    opened.read(blobs)
+    trees, tensors = dict(state["objects"]), dict(state["tensors"])
+    for blob in blobs.values():
+        other = json.loads(blob.numpy().tobytes())
+        tensors = {**other["tensors"], **tensors}
+        for key in kept:
+            trees[key] = {**trees[key], "state": {**other["objects"][key]["state"], **trees[key]["state"]}}
+    return {**state, "objects": trees, "tensors": tensors}
 
 
 def _require_fit(step: int, training: TrainingState, strict: bool, differences: Differences) -> None:
@@ -169,14 +193,14 @@ class Putting:
 
     def finish(self) -> None:
         """All targets are filled: give the objects their state."""
-        training, names = self._training, named_state.parameter_names(self._training.models)
+        names = named_state.parameter_names(self._training.models)
         for name, tensor in self._indirect.items():
             overwrite(name, tensor, self._read[name])
         for key, model in self._there(self._modules()).items():
             load_rest(
                 model, {n: named_state.rebuild(t, f"{key}.{n}", self._tensor) for n, t in self.trees[key].items()}
             )
-        for key, optimizer in self._there(training.optimizers).items():
+        for key, optimizer in self._there(self._optimizers()).items():
             named_state.load(self.trees[key], optimizer, names, key, self._tensor)
         for path, value in self._there(self._values()).items():
             saved = named_state.rebuild(self.trees[path], path, self._tensor)
@@ -201,7 +225,7 @@ class Putting:
             self._indirect |= indirect
             self._read |= tensors | {name: torch.empty_like(tensor) for name, tensor in indirect.items()}
             self._fresh(path for n, tree in self.trees[key].items() for path in named_state.paths(tree, f"{key}.{n}"))
-        for key, optimizer in self._there(self._training.optimizers).items():
+        for key, optimizer in self._there(self._optimizers()).items():
             self._read |= named_state.targets(self.table, self.trees[key], optimizer, names, key)
         for path, value in self._there(self._values()).items():
             self._fill_extra(path, value)
@@ -223,7 +247,15 @@ class Putting:
 
     def _values(self) -> dict[str, Any]:
         extra = self._training.extra.items()
-        return {f"extra.{name}": value for name, value in extra if not isinstance(value, nn.Module)}
+        given = {f"extra.{name}": value for name, value in extra if not isinstance(value, nn.Module)}
+        own: dict[str, Any] = {f"{key}.own": optimizer for key, optimizer in self._training.optimizers.items()}
+        own |= {f"{key}.attributes": attributes for key, attributes in self._training.attributes.items()}
+        return {**{path: value for path, value in own.items() if path in self.trees}, **given}
+
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """Those whose state was saved by name; not those that have a format of their own, and what is inside these."""
+        own = tuple(f"{key}." for key in self._training.optimizers if f"{key}.own" in self.trees)
+        return {key: each for key, each in self._training.optimizers.items() if not f"{key}.".startswith(own or "/")}
 
     def _there(self, objects: Mapping[str, T]) -> dict[str, T]:
         """Those of `objects` that are in the checkpoint; UserError: one is not, though all have to be."""

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from phalanx.checkpoint.foreign import named_state
+from phalanx.checkpoint.foreign.named_state import require_savable
+from phalanx.checkpoint.foreign.wrapped_optimizers import Attributes, own_state, parts
 from phalanx.checkpoint.format.shard_plan import Role
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Axis, Shard
@@ -86,25 +88,6 @@ def placed(name: str, tensor: Tensor) -> tuple[Tensor, Shard | None]:
     owner = all(place == 0 for place, placement in pairs if placement.is_replicate())
     axes: tuple[Axis, ...] = () if tuple(local.shape) == tuple(tensor.shape) else ("shard",)
     return local, Shard(tuple(tensor.shape), offsets, tuple(local.shape), axes, owner)
-
-
-def require_savable(name: str, tensor: Tensor) -> None:
-    """Raise UserError for a tensor that is not a plain block of memory with values, or whose name no file can hold."""
-    problem, cure = "", "keep plain tensors instead, or leave it out (register_buffer(…, persistent=False))"
-    if tensor.is_meta:
-        problem = "is on the meta device, where there are no values"
-        cure = "give the model memory (to_empty) and values before the Checkpointer is made"
-    elif tensor.is_quantized:
-        problem = "is a quantized tensor, which a checkpoint cannot hold"
-    elif tensor.is_nested:
-        problem = "is a nested tensor, which a checkpoint cannot hold"
-    elif tensor.layout != torch.strided:
-        problem = f"is a sparse tensor ({tensor.layout}), which a checkpoint cannot hold"
-    printable = name.encode(errors="backslashreplace").decode()
-    if printable != name:
-        problem, cure = "has half a character (a lone surrogate) in its name, which no file can hold", "rename it"
-    if problem:
-        raise UserError(problem, cure=cure, field=printable)
 
 
 def is_indirect(tensor: Tensor) -> bool:
@@ -181,7 +164,9 @@ class TrainingState:
 
     def __init__(self, model: Any, optimizer: Any, extra: dict[str, Any] | None, rank: int, world_size: int) -> None:
         self.models: dict[str, nn.Module] = {}
-        self.optimizers: dict[str, Optimizer] = {}
+        self.given: dict[str, Optimizer] = {}
+        self.optimizers: dict[str, Optimizer] = {}  # those given and those inside them
+        self.attributes: dict[str, Attributes] = {}
         self.extra = {} if extra is None else extra
         self.add(model, optimizer, {})
         self.rank, self._world_size = rank, world_size
@@ -195,7 +180,12 @@ class TrainingState:
     def add(self, model: Any, optimizer: Any, extra: Mapping[str, Any]) -> None:
         """Add what was not there yet when this was made."""
         self.models |= _named(model, "model", nn.Module)
-        self.optimizers |= _named(optimizer, "optimizer", Optimizer)
+        self.given |= _named(optimizer, "optimizer", Optimizer)
+        for key, given in self.given.items():
+            self.optimizers |= parts(key, given)
+        for key, each in self.optimizers.items():
+            if key not in self.attributes:
+                self.attributes[key] = Attributes(each, lambda: named_state.parameter_names(self.models))
         self.extra.update(extra)
 
     def collect(self) -> Collected:
@@ -209,23 +199,54 @@ class TrainingState:
         for key, model in self.models.items():
             found.trees[key] = _collect_model(key, model, found)
         for key, optimizer in self.optimizers.items():
-            tensors: dict[str, Tensor] = {}
-            tree = named_state.optimizer_tree(optimizer, names, key)
-            found.trees[key] = named_state.flatten(tree, key, tensors)
-            found.add(tensors, "optimizer")
+            self._collect_optimizer(key, optimizer, names, found)
         for name, value in self.extra.items():
             path = f"extra.{name}"
             if isinstance(value, nn.Module):
                 found.trees[path] = _collect_model(path, value, found)
                 continue
-            own: dict[str, Tensor] = {}
-            plain = value.state_dict() if isinstance(value, Stateful) else value
-            found.trees[path] = named_state.flatten(plain, path, own)
-            found.add({n if isinstance(tensor, DTensor) else self._own(n): tensor for n, tensor in own.items()})
+            self._collect_value(path, value.state_dict() if isinstance(value, Stateful) else value, found)
         found.add({self._own(f"rng.{name}"): tensor for name, tensor in generator_tensors().items()})
         if self.rank:
             found.add({f"rank.{self.rank}.json": self._blob(found)})
         return found
+
+    def _collect_optimizer(self, key: str, optimizer: Optimizer, names: Mapping[Tensor, str], found: Collected) -> None:
+        if attributes := self.attributes[key].state_dict():
+            self._collect_value(f"{key}.attributes", attributes, found)
+        own = own_state(optimizer)
+        if (
+            own is None
+            and key not in self.given
+            and any(p not in names for g in optimizer.param_groups for p in g["params"])
+        ):
+            own = optimizer.state_dict()  # of copies of parameters, in fp32 for example
+        if own is not None:
+            self._collect_value(f"{key}.own", own, found)
+            return
+        tensors: dict[str, Tensor] = {}
+        tree = named_state.optimizer_tree(optimizer, names, key)
+        found.trees[key] = named_state.flatten(tree, key, tensors)
+        found.add(tensors, "optimizer")
+
+    def _collect_value(self, path: str, value: Any, found: Collected) -> None:
+        own: dict[str, Tensor] = {}
+        found.trees[path] = named_state.flatten(value, path, own)
+        found.add({n if isinstance(tensor, DTensor) else self._own(n): tensor for n, tensor in own.items()})
+
+    def require_seen(self, found: Collected) -> None:
+        """Raise UserError for an optimizer of which no state was found, though it has some where nobody can save it."""
+        for key in self.given:
+            inner = [path for path in self.optimizers if path == key or path.startswith(f"{key}.")]
+            trees = [found.trees[path] for path in inner if path in found.trees]
+            others = [path for path in found.trees if path.startswith((f"{key}.own", f"{key}.attributes"))]
+            if others or any(tree["state"] or "others" in tree for tree in trees):
+                continue
+            for path in inner:
+                if name := self.attributes[path].hidden():
+                    problem = f"parameters are trained, and no state was seen in optimizer.state, but in {name!r}"
+                    cure = "give it, or what it keeps there, a state_dict() and load_state_dict() that hold this state"
+                    raise UserError(problem, cure=cure, field=path)
 
     def plain(self, found: Collected, step: int) -> dict[str, Any]:
         """What rank 0 writes as the JSON state."""

@@ -1,0 +1,221 @@
+"""What optimizers keep elsewhere than in ``state``: in optimizers inside them, in a format of their own, in attributes.
+
+Wrappers (SAM, Lookahead, schedule-free, ZeroRedundancyOptimizer) do so; a plain optimizer of torch is one part without
+attributes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.checkpoint.foreign.named_state import flatten, require_savable
+from phalanx.core.errors import UserError
+
+# Of every optimizer of torch, and what its schedulers put there.
+_OF_TORCH = frozenset(
+    ("state", "param_groups", "defaults", "step", "_opt_called", "_warned_capturable_if_run_uncaptured")
+)
+_DEPTH = 3
+
+
+def parts(key: str, optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizer and those inside it, by name: ``optimizer``, ``optimizer.base_optimizer``."""
+    if own_state(optimizer) is not None:
+        return {key: optimizer}
+    found = {key: optimizer}
+    for path, inner in _inside(key, vars(optimizer)):
+        within = parts(path, inner)
+        if inner.state is optimizer.state:  # a wrapper that only passes calls on
+            del within[path]
+        found |= {path: each for path, each in within.items() if all(each is not other for other in found.values())}
+    return found
+
+
+def _inside(path: str, holder: Any) -> Iterator[tuple[str, Optimizer]]:
+    items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+    for name, value in items:
+        if isinstance(value, Optimizer):
+            yield f"{path}.{name}", value
+        elif isinstance(value, list | tuple | dict) and name not in _OF_TORCH:
+            yield from ((p, o) for p, o in _inside(f"{path}.{name}", value) if isinstance(name, str | int))
+
+
+def watched(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that call hooks in `step`: it, or those inside where it was made without `Optimizer.__init__`."""
+    if "_optimizer_step_pre_hooks" in vars(optimizer):
+        return [optimizer]
+    return [each for _, inner in _inside("", vars(optimizer)) for each in watched(inner)]
+
+
+def own_state(optimizer: Optimizer) -> dict[str, Any] | None:
+    """What its own `state_dict` gives, where that is more than the state of optimizers that are seen; else None."""
+    kind = type(optimizer)
+    if kind.state_dict is Optimizer.state_dict or _is_zero(optimizer):
+        return None
+    given = optimizer.state_dict()
+    if set(given) == {"state", "param_groups"}:
+        seen = [optimizer, *(inner for _, inner in _inside("", vars(optimizer)))]
+        known = {id(state) for each in seen for state in each.state.values()}
+        if all(id(state) in known for state in given["state"].values()):
+            return None
+    return given
+
+
+def _is_zero(optimizer: Optimizer) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer, whose part of the state is in the optimizer inside."""
+    return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
+
+
+class Attributes:
+    """Attributes of an optimizer that training changes: tensors other than parameters, and what has changed since this
+    was made. Parameters in them are named."""
+
+    def __init__(self, optimizer: Optimizer, names: Callable[[], Mapping[Tensor, str]]) -> None:
+        self._optimizer, self._names = optimizer, names
+        self._loaded: set[str] = set()
+        self._first = self._plain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name of the attribute; empty: there is no such state."""
+        return {
+            name: value
+            for name, value in self._plain().items()
+            if name in self._loaded or _has_tensors(value) or name not in self._first or self._first[name] != value
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the attributes back; tensors of the same shape in place."""
+        parameters = {_reference(name): parameter for parameter, name in self._names().items()}
+        device = next((p.device for group in self._optimizer.param_groups for p in group["params"]), None)
+        self._loaded |= set(state)
+        for name, saved in state.items():
+            setattr(self._optimizer, name, _put(vars(self._optimizer).get(name), saved, parameters, device))
+
+    def hidden(self) -> str:
+        """The attribute, if one, whose object has a tensor shaped as a parameter that cannot be saved."""
+        if type(self._optimizer).__module__.startswith("torch.optim."):
+            return ""
+        names = self._names()
+        shapes = {tuple(p.shape) for p in names if p.dim()}
+        known = {id(tensor) for p in names for tensor in (p, p.grad)}
+        plain = self._plain()
+        for name, value in vars(self._optimizer).items():
+            if name not in plain and name not in _OF_TORCH and (name == "optim" or not _is_zero(self._optimizer)):
+                for tensor in _within(value, _DEPTH):
+                    if tensor.is_floating_point() and tuple(tensor.shape) in shapes and id(tensor) not in known:
+                        return name
+        return ""
+
+    def _plain(self) -> dict[str, Any]:
+        optimizer, names = self._optimizer, self._names()
+        if type(optimizer).__module__.startswith("torch.optim.") or _is_zero(optimizer):
+            return {}
+        found = {}
+        for name, value in vars(optimizer).items():
+            if name in _OF_TORCH or name.startswith("_optimizer_"):
+                continue
+            try:
+                plain, tensors = _named(value, names), dict[str, Tensor]()
+                flatten(plain, name, tensors)
+                for path, tensor in tensors.items():
+                    require_savable(path, tensor)
+            except (UserError, _NotPlainError, RecursionError):
+                continue
+            found[name] = plain
+        return found
+
+
+class _NotPlainError(Exception):
+    pass
+
+
+def _reference(name: str) -> str:
+    return f"parameter {name}"
+
+
+def _named(value: Any, names: Mapping[Tensor, str]) -> Any:
+    """A copy of the containers of `value`, with names for parameters."""
+    if isinstance(value, Tensor):
+        return _reference(names[value]) if value in names else value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple | deque):
+        return [_named(item, names) for item in value]
+    if isinstance(value, dict):
+        return {_named(key, names): _named(item, names) for key, item in value.items()}
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        is_seen = isinstance(value, Optimizer) or (
+            isinstance(value, nn.Module) and any(p in names for p in value.parameters())
+        )
+        if not is_seen:
+            return _named(dict(value.state_dict()), names)
+    raise _NotPlainError
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return any(_has_tensors(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
+
+
+def _put(current: Any, saved: Any, parameters: Mapping[str, Tensor], device: torch.device | None) -> Any:
+    """`saved` in the place of `current`, in the same objects where that is possible."""
+
+    def put(old: Any, new: Any) -> Any:
+        return _put(old, new, parameters, device)
+
+    if isinstance(saved, Tensor):
+        if isinstance(current, Tensor) and current.shape == saved.shape:
+            current.detach().copy_(saved)
+            return current
+        return saved.to(device)
+    if isinstance(saved, str):
+        return parameters.get(saved, saved)
+    if isinstance(saved, dict):
+        if not isinstance(current, dict) and hasattr(current, "load_state_dict"):
+            current.load_state_dict(saved)
+            return current
+        pairs = [(put(None, key), value) for key, value in saved.items()]
+        old = dict(current) if isinstance(current, dict) else {}
+        new = {key: put(old.get(key), value) for key, value in pairs}
+        if not isinstance(current, dict):
+            return new
+        current.clear()
+        current.update(new)
+        return current
+    if isinstance(saved, list):
+        olds = (
+            list(current)
+            if isinstance(current, list | tuple | deque) and len(current) == len(saved)
+            else [None] * len(saved)
+        )
+        items = [put(old, item) for old, item in zip(olds, saved, strict=True)]
+        if isinstance(current, tuple):
+            return tuple(items)
+        if not isinstance(current, list | deque):
+            return items
+        current.clear()
+        current.extend(items)
+        return current
+    return saved
+
+
+def _within(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module | type) or not depth:
+        return
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _within(item, depth - 1)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _within(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from _within(vars(value), depth - 1)
