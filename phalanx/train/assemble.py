@@ -175,9 +175,10 @@ def _require_enough_text(config: RunConfig, prepared: Prepared) -> None:
     last step."""
     samples, batch = Loader(prepared, config.data).samples_per_epoch, config.train.global_batch
     if samples < batch:
+        less = "hold less out, " if config.data.held_out else ""
         raise UserError(
             f"the text makes {samples} samples of {config.data.sequence_length} tokens, fewer than one batch",
-            cure=f"add text, or set train.global_batch to {samples} or less",
+            cure=f"add text, {less}or set train.global_batch to {samples} or less",
             field="train.global_batch",
             value=batch,
         )

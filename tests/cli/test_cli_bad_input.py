@@ -142,7 +142,7 @@ TEXTS = [
         ("vocab_size|token_dtype", ";"),
         **_tokens(np.arange(5000, dtype=np.uint32) * 70000 % 2**31, **{"data.sources.0.token_dtype": "uint32"}),
     ),
-    Case("all held out", ("tokens to train on", "hold less out"), {"data.validation_fraction": 0.999}),
+    Case("all held out", ("fewer than one batch", "hold less out"), {"data.validation_fraction": 0.999}),
     Case("data folder is a file", ("data.folder", "can write"), {"data.folder": "tiny.toml"}),
 ]
 

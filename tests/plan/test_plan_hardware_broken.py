@@ -118,14 +118,14 @@ def test_a_broken_value_is_refused_with_file_key_and_cure(
         (b"", "is missing"),
         (b"\x00" * 100, "is no TOML"),
         (bytes(range(256)), "is no TOML"),
-        ("\ufeffdevice = 3".encode(), "is no TOML"),
+        ("\ufeffdevice = 3".encode("utf-16"), "is no TOML"),
         (b"x = " + b"[" * 10_000, "is no TOML"),
         (b"x = " + b"1" * 10_000, "is no TOML"),
         ("folder", "Is a directory"),
         ("nothing", "No such file"),
         ("loop", "symbolic links"),
     ],
-    ids=["empty", "zeros", "binary", "bom", "brackets", "digits", "folder", "nothing", "loop"],
+    ids=["empty", "zeros", "binary", "utf-16", "brackets", "digits", "folder", "nothing", "loop"],
 )
 def test_what_is_no_file_of_toml_is_refused(mine: Path, file: str, content: bytes | str, said: str) -> None:
     path = mine / f"{file}.toml"
