@@ -250,7 +250,7 @@ def incidents(number: int | None, folder: Path | None, as_json: bool) -> None:
             str(line.attempt),
             f"[{_INCIDENT_STYLES.get(line.result, 'default')}]{line.result}[/]",
             "–" if line.seconds is None else duration(line.seconds),
-            str(line.lost_steps),
+            "–" if line.lost_steps is None else str(line.lost_steps),
             escape(line.title),
         )
     console = make_console()

@@ -153,7 +153,7 @@ def _row(incident: Incident, step_s: float | None) -> dict[str, Any]:
         "what": incident.title.replace("<", "&lt;"),  # figures take texts for markup
         "detect_s": phases.get("detection"),
         "restart_s": restart_s or None,
-        "again_s": lost * step_s if step_s is not None else None,
+        "again_s": lost * step_s if step_s is not None and lost is not None else None,
         "lost_steps": lost,
         "waiting_s": phases.get("waiting for hosts", 0.0),
         "number": incident.number,

@@ -25,8 +25,8 @@ def recovery_history(attempts: Sequence[Row], incidents: Sequence[Row]) -> Figur
             `first_step` and `last_step`.
         incidents: `at_s` (Unix), `what`, and seconds `detect_s` (from the fault until it was noticed), `restart_s`
             (from then until training went on), `again_s` (to make lost steps again), None or NaN where not known; and
-            `lost_steps`; `step`, where it did not end the attempt. Of more than 40 the newest are drawn, which the
-            title says.
+            `lost_steps` (None: not known); `step`, where it did not end the attempt. Of more than 40 the newest are
+            drawn, which the title says.
     """
     if not attempts:
         return empty("Recoveries", "no attempt has started")
@@ -95,7 +95,7 @@ def _fault_marks(attempts: Sequence[Row], incidents: Sequence[Row], origin_s: fl
         "name": "incident",
         "x": [(row["at_s"] - origin_s) / per_unit for row in incidents],
         "y": steps,
-        "text": [f"{row['what']}, {row['lost_steps']} steps lost" for row in incidents],
+        "text": [f"{row['what']}, {_steps(row['lost_steps'])} lost" for row in incidents],
         "marker": {"symbol": SYMBOLS[4], "size": 11, "color": PALETTE[3]},
         "hovertemplate": f"%{{text}}<br>after %{{x:.4g}} {unit}<extra></extra>",
     }
@@ -110,9 +110,9 @@ def _phase(shown: Sequence[Row], labels: Sequence[str], key: str, name: str, col
         "yaxis": "y2",
         "x": [_known(row.get(key)) for row in shown],
         "y": list(labels),
-        "customdata": [row["lost_steps"] for row in shown],
+        "customdata": [_steps(row["lost_steps"]) for row in shown],
         "marker": {"color": color, "pattern": {**HATCHED, "shape": hatch}},
-        "hovertemplate": f"%{{y}}<br>{name}: %{{x:.4g}} s; %{{customdata}} steps lost<extra></extra>",
+        "hovertemplate": f"%{{y}}<br>{name}: %{{x:.4g}} s; %{{customdata}} lost<extra></extra>",
     }
 
 
@@ -134,8 +134,15 @@ def _told(attempts: Sequence[Row], incidents: Sequence[Row]) -> str:
             _known(row[key]) for row in incidents if row.get(key) is not None and math.isfinite(row[key])
         ):
             parts.append(f"median {known[len(known) // 2]:.3g} s {name}")
-    lost = sum(row["lost_steps"] for row in incidents)
-    return ", ".join([many, *parts, f"{lost:,} step{'s' * (lost != 1)} lost"])
+    lost = [row["lost_steps"] for row in incidents]
+    unknown = lost.count(None)
+    parts += [f"{_steps(sum(steps or 0 for steps in lost))} lost"] if unknown < len(lost) else []
+    parts += [f"the steps that {unknown} of them lost are not known"] if unknown else []
+    return ", ".join([many, *parts])
+
+
+def _steps(count: int | None) -> str:
+    return "an unknown number of steps" if count is None else f"{count:,} step{'s' * (count != 1)}"
 
 
 def effective_time(rows: Sequence[Row]) -> Figure:

@@ -79,8 +79,8 @@ def test_only_evidence_that_the_report_names_is_shown(client: TestClient, name: 
 def test_costs_come_from_the_phases_of_reports(client: TestClient) -> None:
     said = described(client.get("/incidents/recovery?run=job").json())
     assert (
-        said
-        == "1 attempt, 2 incidents, median 0.8 s until it was noticed, median 7.6 s until training went on, 1 step lost"
+        said == "1 attempt, 2 incidents, median 0.8 s until it was noticed, median 7.6 s until training went on, "
+        "1 step lost, the steps that 1 of them lost are not known"
     )
     parts = {one["name"]: one["x"][0] * 60 for one in client.get("/incidents/time?run=job").json()["data"]}
     assert parts["detection"] == pytest.approx(0.8) and parts["restart"] == pytest.approx(7.6)

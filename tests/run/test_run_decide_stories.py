@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from decide_helpers import SimHost, Speeds, World, attempt_runs, ended, host_names, running
+from msgspec.structs import replace
 
 from phalanx.detect.detection import Culprit, Detection
+from phalanx.run.clock import Now
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import decide
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import initial
+from phalanx.run.driver.job_status import Known, overview
 from phalanx.run.incidents.report import Incident, after
 
 WAITS = Policy(give_up_s=0)
@@ -117,6 +121,39 @@ def test_the_incident_says_what_was_seen_and_decided_and_how_long_each_phase_too
     assert 0 <= close.lost_steps < 50 and close.lost_steps == close.from_step - close.to_step
     assert (close.result, close.status) == ("recovered", -1)
     assert opened[0].where == act.Where("b", 3, close.from_step)
+
+
+def test_a_script_that_starts_over_is_told_so_loudly_with_what_to_do() -> None:
+    world = four_hosts(resumes_every=0)
+    for attempt in (2, 3):
+        world.kill(3)
+        world.run_until(attempt_runs(attempt))
+    for close in world.taken("CloseIncident"):
+        assert isinstance(close, act.CloseIncident) and close.lost_steps == close.from_step - close.to_step > 0
+        assert close.text.endswith("started over: your script does not load its checkpoint")
+        assert any(act.GO_ON_PAGE in text for text in close.to_do)
+    assert [alert.level for alert in world.taken("Alert") if "started over" in alert.text] == ["error", "error"]
+
+
+@pytest.mark.parametrize("how", [{"resumes_every": 1}, {"resumes_every": 0, "says_restored": True}])
+def test_who_goes_on_or_knows_that_there_is_nothing_to_load_is_not_told_to_load_it(how: dict[str, Any]) -> None:
+    world = four_hosts(**how)
+    world.kill(3)
+    world.run_until(attempt_runs(2))
+    assert "started over" not in world.story()
+
+
+def test_what_is_lost_by_a_script_without_numbers_is_not_known_and_all_attempts_count_at_the_end() -> None:
+    world = four_hosts(is_absolute=False)
+    made = 0
+    for attempt in (2, 3):
+        world.kill(3)
+        world.run_until(attempt_runs(attempt))
+        made += world.state.progress.last_done
+    (first, _) = world.taken("CloseIncident")
+    assert isinstance(first, act.CloseIncident) and first.lost_steps is None
+    end = replace(world.state, phase="ended", progress=replace(world.state.progress, done=7))
+    assert made > 0 and overview(Known(end), Now(0.0, world.now_s)).step == made + 7
 
 
 def test_a_word_that_only_follows_waits_for_the_culprits():

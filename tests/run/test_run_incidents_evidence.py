@@ -13,10 +13,10 @@ import pytest
 
 from phalanx.run.clock import Now
 from phalanx.run.decide import actions
-from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
+from phalanx.run.decide.actions import GO_ON_PAGE, AddToIncident, CloseIncident, OpenIncident, Where
 from phalanx.run.incidents import evidence_files
 from phalanx.run.incidents.evidence_files import FILE_CHARS, MOST_FILES, Exhibit, Exhibits, ReportKeeper, of_evidence
-from phalanx.run.incidents.incident_pages import beside, load, page_of
+from phalanx.run.incidents.incident_pages import beside, listed, load, page_of
 from phalanx.run.incidents.report import MOST_FACTS, Decided, Incident, Lost, Seen, Took
 from phalanx.run.messages import Evidence, RankEvidence, WorkerEnded
 from phalanx.run.secrets import Token
@@ -198,7 +198,7 @@ def test_hosts_that_left_are_lost_and_are_to_be_looked_at(tmp_path: Path) -> Non
         kept.tell(close, at(2))
     incident = load(tmp_path, 1)
     assert incident.outcome is not None and "without b, c" in incident.title
-    assert incident.outcome.to_do == ["have b looked at before other jobs use it: at fault again"]
+    assert incident.outcome.to_do[:-1] == ["have b looked at before other jobs use it: at fault again"]
     assert {fact.what for fact in incident.facts if isinstance(fact, Lost) and fact.what[1] == ":"} == {
         "b: at fault again",
         "c: drained by ann",
@@ -217,6 +217,16 @@ def test_the_page_of_a_hang_blames_nobody_and_advises_the_setting(tmp_path: Path
     assert load(tmp_path, 1).title == title
     page = page_of(tmp_path, 1).read_text()
     assert "waits for a pipe" in page and "allow for it: --set run.limits.floor_s=120" in page
+
+
+def test_lost_steps_that_nobody_knows_are_not_said_to_be_none_and_a_person_is_told_to_look(tmp_path: Path) -> None:
+    with keeping(tmp_path) as kept:
+        for number, result in ((1, "recovered"), (2, "false alarm"), (3, "gave up")):
+            kept.tell(OpenIncident(number, 1, "step limit", "nothing has moved"), at(0))
+            kept.tell(CloseIncident(number, "all restart", SECONDS, result=result, ranks=4), at(2))
+    assert [one.lost_steps for one in listed(tmp_path)] == [None, 0, None]
+    outcome = load(tmp_path, 1).outcome
+    assert outcome is not None and any(GO_ON_PAGE in text for text in outcome.to_do)
 
 
 def test_who_only_noticed_is_neither_the_title_nor_whose_log_is_to_be_read(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def _reports(told: Recoveries) -> Block:
             Cell(f"{one['number']}. {one['what'].replace('&lt;', '<')}"),
             Cell(one["result"]),
             *numbers("" if one[name] is None else f"{one[name]:.1f}" for name in _COSTS),
-            *numbers((f"{one['lost_steps']:,}",)),
+            *numbers(("–" if one["lost_steps"] is None else f"{one['lost_steps']:,}",)),
         ]
         for one in told.incidents[-_MOST_ROWS:]
     ]

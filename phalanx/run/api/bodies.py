@@ -65,7 +65,7 @@ class Hosts(msgspec.Struct, frozen=True):
 
 
 class IncidentLine(msgspec.Struct, frozen=True):
-    """One line of the list of incidents; result ``open`` and seconds null: it has not ended."""
+    """One of the list of incidents; result ``open`` and seconds null: it has not ended; lost_steps null: not known."""
 
     number: int
     began_unix_s: float
@@ -73,7 +73,7 @@ class IncidentLine(msgspec.Struct, frozen=True):
     title: str
     result: str
     seconds: float | None
-    lost_steps: int
+    lost_steps: int | None
 
 
 class Incidents(msgspec.Struct, frozen=True):

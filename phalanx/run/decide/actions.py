@@ -138,7 +138,7 @@ class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
     text: str
     # By phase; ``detecting`` was before the report began; ``first step`` is since the last rank was started.
     seconds: dict[str, float]
-    lost_steps: int = -1  # that have to be made again; -1: not known
+    lost_steps: int | None = None  # that have to be made again; None: not known
     result: IncidentResult = "recovered"
     from_step: int = -1  # training was at this one and goes on from `to_step`; -1: not known
     to_step: int = -1
@@ -190,6 +190,9 @@ def ranks_of(place: int, workers_per_host: int) -> range:
     """Ranks of the host at this place of a placement."""
     return range(place * workers_per_host, (place + 1) * workers_per_host)
 
+
+GO_ON_PAGE = "docs/run.md#what-a-script-must-do-to-go-on"
+"""What a person should read whose script loses its steps."""
 
 # Texts that the report of an incident knows again.
 

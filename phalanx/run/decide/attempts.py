@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from phalanx.run.decide import actions, escalation
-from phalanx.run.decide.actions import AskForHosts, OpenStore, Start, Where
+from phalanx.run.decide.actions import GO_ON_PAGE, AskForHosts, OpenStore, Start, Where
 from phalanx.run.decide.events import Advanced, Restored, Running, Started, Stopped, StoreOpened, WorkersReturned
 from phalanx.run.decide.state import Ending, Host, HostState, Progress, State, Turn, count_ready, listed, ready_hosts
 
@@ -119,6 +119,8 @@ def _open(turn: Turn, placement: tuple[str, ...]) -> None:
             most=max(progress.most, done),
             last_done=done if done >= 0 else progress.last_done,
             base=progress.base,
+            first=progress.first,
+            earlier=progress.earlier + (0 if progress.is_absolute else max(progress.done, 0)),
             was_new=escalation.has_progressed(progress, state.policy),
         )
     )
@@ -194,11 +196,25 @@ def on_running(turn: Turn, event: Running) -> None:
             turn.set_host(name, is_proven=True)
     step = max(event.step, 0)
     turn.set(progress=escalation.advanced(state.progress, step, event.is_absolute, turn.now_s))
+    how = "makes steps"
     if event.is_absolute:
+        # Where restoring has reported, it is known that the script looks for its checkpoint.
+        if 0 <= step <= state.progress.first and state.progress.after < 0:
+            how = "started over: your script does not load its checkpoint"
+            _tell_started_over(turn, f"attempt {state.attempt} {how}, or had written none: step {step} comes again")
         turn.state = escalation.went_on_from(turn.state, step - 1)
+        first = state.progress.first
+        turn.set(progress=replace(turn.state.progress, first=min(first, step) if first >= 0 else step))
     first_step = event.step if event.is_absolute else -1
-    turn.close_incident(f"attempt {state.attempt} makes steps", first_step)
+    turn.close_incident(f"attempt {state.attempt} {how}", first_step)
     turn.enter("running")
+
+
+def _tell_started_over(turn: Turn, text: str) -> None:
+    """All that the attempts before have done is lost, and will be again after the next fault."""
+    turn.alert("error", text)
+    turn.open_incident("driver", text)
+    turn.advise(f"let your script save and load its checkpoint, or all is lost at the next fault, too: {GO_ON_PAGE}")
 
 
 def on_advanced(turn: Turn, event: Advanced) -> None:

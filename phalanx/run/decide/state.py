@@ -153,6 +153,8 @@ class Progress(StatePart, frozen=True):
     was_new: bool = False  # the attempt before had progressed
     base: int = -1  # highest absolute step that an attempt has gone on after
     after: int = -1  # absolute step that the present attempt has gone on after, as restoring reported
+    first: int = -1  # lowest absolute step with which an attempt has begun
+    earlier: int = 0  # steps of the attempts before this one together, where they are not absolute
     since_s: float | None = None  # when the present attempt has made its first step
     lived_s: float = 0.0  # from then to the newest step that was heard of
 
@@ -505,7 +507,7 @@ class Turn:
             incident.number,
             text,
             incident.phase_s,
-            max(0, incident.step - first_step + 1) if is_known else -1,
+            max(0, incident.step - first_step + 1) if is_known else None,
             result,
             incident.step,
             first_step - 1 if is_known else -1,

@@ -17,7 +17,7 @@ from phalanx.run.decide.actions import Finish, ranks_of
 from phalanx.run.decide.decide import decide, event_from_json
 from phalanx.run.decide.events import HostGone, StopAsked
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.state import State, initial
+from phalanx.run.decide.state import Progress, State, initial
 from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.hosts import Heard
 from phalanx.run.driver.write_ahead import Book, Header, Met, Note
@@ -67,6 +67,8 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
     if step < 0:
         progress = state.progress
         step = progress.done if progress.done >= 0 else progress.best if progress.best >= 0 else progress.last_done
+    if state.phase == "ended":
+        step = _of_all_attempts(state.progress, attempt.step if attempt is not None else -1)
     return Overview(
         job=state.job.name,
         unix_s=now.unix_s,
@@ -97,6 +99,14 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
         detection_count=state.detection_count,
         checkpoints="" if watched is None or (first := watched.worker(0)) is None else first.checkpoints,
     )
+
+
+def _of_all_attempts(progress: Progress, newest: int) -> int:
+    """Steps that the job has made; of a script that does not number them those of each attempt count."""
+    newest = max(newest, progress.done)
+    if progress.is_absolute or progress.best >= 0:
+        return max(newest, progress.best)
+    return progress.earlier + max(newest, 0) if progress.earlier or newest >= 0 else -1
 
 
 def _refused(versions: Mapping[str, int]) -> str:

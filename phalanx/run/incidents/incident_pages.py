@@ -203,7 +203,7 @@ class Summary:
     title: str
     result: str
     seconds: float | None
-    lost_steps: int
+    lost_steps: int | None  # None: not known
     page: Path
 
 
@@ -262,7 +262,7 @@ def listed(run_folder: Path) -> list[Summary]:
         try:
             incident = load(run_folder, number)
         except UserError as error:
-            summaries.append(Summary(number, 0.0, 0, str(error), "unreadable", None, 0, page))
+            summaries.append(Summary(number, 0.0, 0, str(error), "unreadable", None, None, page))
             continue
         result = incident.outcome.result if incident.outcome else "open"
         began_s, attempt, seconds = incident.began_unix_s, incident.attempt, incident.seconds

@@ -11,7 +11,16 @@ from msgspec.structs import replace
 
 from phalanx.core.errors import UserError
 from phalanx.run.decide import actions
-from phalanx.run.decide.actions import HELD_UP, LEFT, AddToIncident, CloseIncident, OpenIncident, Where, read_log
+from phalanx.run.decide.actions import (
+    GO_ON_PAGE,
+    HELD_UP,
+    LEFT,
+    AddToIncident,
+    CloseIncident,
+    OpenIncident,
+    Where,
+    read_log,
+)
 
 VERSION = 1
 
@@ -67,9 +76,9 @@ class Lost(Fact, frozen=True, tag="lost"):
     what: str = ""  # anything else that is gone, such as ``node-b``
 
     @property
-    def steps(self) -> int:
-        """To be done again."""
-        return max(self.from_step - self.to_step, 0) if self.to_step >= 0 else 0
+    def steps(self) -> int | None:
+        """To be done again; None: not known."""
+        return max(self.from_step - self.to_step, 0) if self.to_step >= 0 else None
 
 
 class IncidentOutcome(Fact, frozen=True, tag="outcome"):
@@ -109,9 +118,11 @@ class Incident(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return None if self.outcome is None else max(self.outcome.unix_s - self.began_unix_s, 0.0)
 
     @property
-    def lost_steps(self) -> int:
-        """To be done again."""
-        return sum(fact.steps for fact in self.facts if isinstance(fact, Lost))
+    def lost_steps(self) -> int | None:
+        """To be done again; None: not known."""
+        known = [fact.steps for fact in self.facts if isinstance(fact, Lost) and fact.steps is not None]
+        is_none = self.outcome is not None and self.outcome.result == "false alarm"
+        return sum(known) if known or is_none else None
 
     @property
     def seen(self) -> list[Seen]:
@@ -267,6 +278,8 @@ def _to_do(incident: Incident, action: CloseIncident) -> list[str]:
         for host, why in action.hosts.items()
         if not why.startswith(("drained", "stopped"))
     ]
+    if action.result == "recovered" and action.status < 0 and action.to_step < 0:
+        to_do.append(f"see whether the script went on from its checkpoint: it does not number its steps: {GO_ON_PAGE}")
     if action.result != "gave up":
         return to_do
     first = next((fact for fact in incident.seen if fact.rank >= 0), None)

@@ -187,7 +187,7 @@ def _incidents(incidents: Sequence[Summary], link: str) -> str:
                 f'<a href="{address}">{_text(cut(one.title, _LINE_CHARS))}</a>',
                 _text(one.result),
                 f"{one.seconds:.2f}" if one.seconds is not None else "",
-                str(one.lost_steps) if one.lost_steps else "",
+                "–" if one.lost_steps is None else str(one.lost_steps),
             ]
         )
     more = f"<p><small>and {len(incidents) - _INCIDENTS} before</small></p>" if len(incidents) > _INCIDENTS else ""

@@ -196,7 +196,8 @@ class Overview(_Value, frozen=True):
         phase: as `phalanx.run.decide.state.Phase`, for `phase_s`.
         hosts_wanted: that take part when all is well.
         hosts: all of them, or of very many only some, those in trouble first; hosts_by_state counts all.
-        step: the newest that any rank has done; -1: none is known.
+        step: the newest that any rank has done; -1: none is known. When the job has ended, of all attempts: the
+            highest, or their sum where the script does not number its steps.
         steps_per_s: over the last minute, of this attempt; negative: not known.
         step_age_s: since the last step; negative: not known.
         quiet_s: since anything of the job moved, a step or else; limit_s: after which it is looked into; negative: not
