@@ -249,7 +249,7 @@ def _stop_dead(found: FoundJob, grace_s: float | None, wait: bool) -> str:
         grace_s = past.state.policy.grace_s if past is not None else Policy().grace_s
     count = end_executors(folder, grace_s)
     status, reason = actions.STOPPED, f"stopped by {this_person()}, while its driver was dead"
-    finish = end_without_driver(folder, card, past, this_person(), time.time()) if past is not None else None
+    finish = end_without_driver(folder, card, past, this_person()) if past is not None else None
     if finish is not None:
         status, reason = finish.status, finish.reason
     write_card(folder, msgspec.structs.replace(card, status=status, ended=reason))

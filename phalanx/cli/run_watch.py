@@ -29,7 +29,6 @@ from phalanx.cli.targets import Target
 from phalanx.core.units import duration
 from phalanx.run.api.api_client import Client
 from phalanx.run.api.bodies import IncidentLine, status_body
-from phalanx.run.clock import read_clocks
 from phalanx.run.decide.actions import STOPPED
 from phalanx.run.driver.job_status import Known, overview, remember
 from phalanx.run.incidents.detections_file import read_detections
@@ -126,10 +125,10 @@ def _from_journal(found: FoundJob, most: int) -> tuple[Overview, str]:
             hosts=(),
         )
         return nothing, found.dead_text()
-    seen = overview(Known(past.state, past.addresses), read_clocks(), most)
+    seen = overview(Known(past.state, past.addresses), past.clock.read(), most)
     if past.state.phase == "ended":
         return seen, ""
-    return seen, found.dead_text(max(time.time() - past.last_unix_s, 0.0))
+    return seen, found.dead_text(past.clock.read().unix_s - past.last_unix_s)
 
 
 def show_status(now: Overview, console: Console, warning: str = "") -> None:

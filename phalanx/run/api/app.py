@@ -358,7 +358,7 @@ async def serve_job(
     Raises UserError where the address cannot be listened at, or a certificate cannot be read.
     """
     token = read_token(config.token_path.absolute())
-    job = JobControl(driver, book, hub, folder, config.log_folder.absolute(), training=training)
+    job = JobControl(driver, book, hub, folder, config.log_folder.absolute(), driver.now, training)
     files = config.tls.files
     # The token proves who a person is: browsers and Prometheus need no certificate of their own.
     tls = server_context(TlsFiles(files.certificate, files.key)) if files is not None else None

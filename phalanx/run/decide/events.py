@@ -1,8 +1,8 @@
 """What happens to a job: made by the driver from messages, from reports of the back end and from people's orders.
 
-They serialise to JSON, so that a journal holds them. `at_s` is of the driver's clock, which must go on across its
-restarts (seconds since 1970 do); where it goes back it counts as standing still. What is about an attempt that is not
-the present one changes nothing.
+They serialise to JSON, so that a journal holds them. `at_s` is of the job's clock (`phalanx.run.clock.JobClock`), which
+goes on across restarts of the driver; where it goes back it counts as standing still. What is about an attempt that is
+not the present one changes nothing.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from phalanx.run import messages
 from phalanx.run.api.app import serve_job
 from phalanx.run.api.job import known
 from phalanx.run.backends.backend import Backend, BackendSetup, Movable, make_backend, settle
-from phalanx.run.clock import read_clocks, unix_s
+from phalanx.run.clock import unix_s
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.decide.actions import Finish
 from phalanx.run.decide.events import StopAsked
@@ -35,7 +35,7 @@ from phalanx.run.driver.driver import Driver, WatchSettings
 from phalanx.run.driver.job_status import overview
 from phalanx.run.driver.judgements import PeersConfig, class_of, suspects_named
 from phalanx.run.driver.run_judges import RunJudges
-from phalanx.run.driver.write_ahead import Book, aside_of
+from phalanx.run.driver.write_ahead import Book, aside_of, clock_of
 from phalanx.run.executor.accelerator_probe import Accelerators
 from phalanx.run.executor.executor_settings import ExecutorSettings
 from phalanx.run.journal import Journal, JournalError, open_journal
@@ -225,7 +225,8 @@ async def _serve(config: RunConfig, folder: Path, matcher: Matcher, show: Show, 
     gpus = 0 if isinstance(setting, int) else len(Accelerators().read())  # of this host, which stands for all
     workers = workers_on(setting, len(os.sched_getaffinity(0)), gpus)
     token = ensure_token(config.token_path.absolute())
-    book = Book(journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
+    clock = clock_of(journal.read())
+    book = Book(journal, config.to_job(workers), config.policy.to_policy(), clock.read().unix_s, clock)
     hub = Hub()
     # No report holds a secret that the job was given.
     secrets: list[Token | str] = [token, *secrets_among({**os.environ, **config.environment})]
@@ -234,7 +235,7 @@ async def _serve(config: RunConfig, folder: Path, matcher: Matcher, show: Show, 
     people.recall(journal.read(), journal.epoch)
     environment = without_tokens(os.environ)
     backend = make_backend(BackendSetup(config, folder, partial(executor_command, config), environment))
-    orders = BackendOrders(backend, lambda problem: hub.say("error", problem, read_clocks().unix_s))
+    orders = BackendOrders(backend, lambda problem: hub.say("error", problem, clock.read().unix_s))
     host, _, port = config.listen.rpartition(":")  # checked by the config; port 0 is any
     server = ExecutorServer(
         token.reveal().encode(),
@@ -258,6 +259,7 @@ async def _serve(config: RunConfig, folder: Path, matcher: Matcher, show: Show, 
             lambda ended: class_of(matcher, ended),
             lambda state, evidence, at_s: judges.weighed(suspects_named(state, evidence, at_s)),
             watching(config),
+            clocks=clock.read,
             aside=aside,
         )
         changed = asyncio.Event()
@@ -265,12 +267,12 @@ async def _serve(config: RunConfig, folder: Path, matcher: Matcher, show: Show, 
         heed_signals(driver, backend)
         # The supervisor starts a driver with these blocked: one that comes too early waits for us.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-        job_watch = JobWatch(config, folder)
+        job_watch = JobWatch(config, folder, unix_s=lambda: clock.read().unix_s)
         judges = RunJudges(config, driver, training_folder(config, folder) or folder, config.log_folder.absolute())
         people.listeners.append(judges.heard)
 
         def seen() -> tuple[Overview, Finish | None]:
-            return overview(known(driver, book.addresses), read_clocks(), 0), driver.finished
+            return overview(known(driver, book.addresses), driver.now(), 0), driver.finished
 
         async with told_to(hub), server, serve_job(config, folder, driver, book, hub, lambda: job_watch.figures):
             publish(folder / "driver", server.address)
@@ -345,7 +347,7 @@ class _Here:
     hub: Hub
 
     async def overview(self) -> Overview:
-        return overview(known(self.driver, self.book.addresses), read_clocks(), SHOWN_HOSTS)
+        return overview(known(self.driver, self.book.addresses), self.driver.now(), SHOWN_HOSTS)
 
     def follow(self, number: int) -> AsyncIterator[Item]:
         return self.hub.follow(number)

@@ -81,7 +81,7 @@ class Driver:
         people: the audience of alerts and reports.
         classify: the class of the fault that ended a rank, by its own last lines; None: they do not show it.
         name_suspects: the judge of evidence; its last argument is a time of the events' clock.
-        clocks: the time.
+        clocks: the time; of a job that is driven, `JobClock.read`.
         aside: to write the journal while everything else goes on; None: each event waits for the disk.
 
     Attributes:
@@ -129,6 +129,10 @@ class Driver:
         The next driver goes on from what was written down.
         """
         return self._commits.problem
+
+    def now(self) -> Now:
+        """This moment, by the clock of the job."""
+        return self._clocks()
 
     def other_versions(self) -> dict[str, int]:
         """Versions of executors, by address, that were turned away for theirs in the last minute."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.core.errors import UserError
-from phalanx.run.clock import Now
+from phalanx.run.clock import JobClock, Now
 from phalanx.run.decide.actions import Finish, ranks_of
 from phalanx.run.decide.decide import decide, event_from_json
 from phalanx.run.decide.events import HostGone, StopAsked
@@ -20,7 +20,7 @@ from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Progress, State, initial
 from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.hosts import Heard
-from phalanx.run.driver.write_ahead import Book, Header, Met, Note
+from phalanx.run.driver.write_ahead import Book, Header, Met, Note, clock_of
 from phalanx.run.job_folder import Card
 from phalanx.run.journal import JournalError, open_journal, read_journal
 from phalanx.run.messages import VERSION
@@ -158,11 +158,12 @@ def _most_urgent(state: State, most: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Past:
-    """The job by its journal, whose newest entry is of `last_unix_s`."""
+    """The job by its journal, whose newest entry is of `last_unix_s`; its time goes on by `clock`."""
 
     state: State
     addresses: dict[str, str]
     last_unix_s: float
+    clock: JobClock
 
 
 def remember(folder: Path, card: Card) -> Past | None:
@@ -177,6 +178,7 @@ def remember(folder: Path, card: Card) -> Past | None:
     state, addresses, last_unix_s = initial(Policy(), Job(card.job, 1, 1)), {}, 0.0
     try:
         with read_journal(url, job=card.journal_job) as journal:
+            clock = clock_of(journal.read())
             for entry in journal.read():
                 last_unix_s = entry.unix_s
                 if entry.kind == "event":
@@ -190,10 +192,10 @@ def remember(folder: Path, card: Card) -> Past | None:
     except msgspec.DecodeError as error:
         cure = "read it with the version of Phalanx that wrote it"
         raise UserError(f"was written by another version ({error})", cure=cure, value=url) from None
-    return Past(state, addresses, last_unix_s) if last_unix_s else None
+    return Past(state, addresses, last_unix_s, clock) if last_unix_s else None
 
 
-def end_without_driver(folder: Path, card: Card, past: Past, who: str, unix_s: float) -> Finish | None:
+def end_without_driver(folder: Path, card: Card, past: Past, who: str) -> Finish | None:
     """Write down that a person has ended the job, of which no process is left; None: it had ended before.
 
     Whichever driver had the journal until now cannot write to it any more.
@@ -203,7 +205,8 @@ def end_without_driver(folder: Path, card: Card, past: Past, who: str, unix_s: f
     """
     reason = f"{who}, while its driver was dead"
     with open_journal(card.journal_url(folder), job=card.journal_job) as journal:
-        book = Book(journal, past.state.job, past.state.policy, unix_s)
+        unix_s = past.clock.read().unix_s
+        book = Book(journal, past.state.job, past.state.policy, unix_s, past.clock)
         done = list(book.first_actions)
         if not any(isinstance(action, Finish) for action in done):
             done += book.apply(StopAsked(unix_s, reason, 0.0))

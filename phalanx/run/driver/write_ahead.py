@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from phalanx.run.clock import JobClock, job_clock
 from phalanx.run.decide.actions import Action
 from phalanx.run.decide.decide import decide, event_from_json, to_json
 from phalanx.run.decide.events import DriverRestarted, Event, JobBegun
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Own, initial
-from phalanx.run.journal import Draft, Journal, JournalError, JournalLostError
+from phalanx.run.journal import Draft, Entry, Journal, JournalError, JournalLostError
 from phalanx.run.journal.journal_tables import Kind
 from phalanx.run.wire.message_frames import ReceivedMark
 
@@ -54,7 +55,25 @@ class Met(msgspec.Struct, frozen=True, tag_field="note", tag="met"):
     peer: str = ""
 
 
-Note = Header | Received | Met
+class ClockSet(msgspec.Struct, frozen=True, tag_field="note", tag="clock"):
+    """By which clock of the job moments are from here on; fields as of `phalanx.run.clock.JobClock`."""
+
+    boot: str
+    ahead_s: float
+
+
+Note = Header | Received | Met | ClockSet
+
+
+def clock_of(entries: Iterable[Entry]) -> JobClock:
+    """The clock of the job whose journal this is."""
+    before, last_unix_s = None, None
+    for entry in entries:
+        last_unix_s = max(entry.unix_s, entry.unix_s if last_unix_s is None else last_unix_s)
+        if entry.kind == "note" and '"clock"' in entry.json_text:
+            note = msgspec.json.decode(entry.json_text, type=Note)
+            before = JobClock(note.boot, note.ahead_s) if isinstance(note, ClockSet) else before
+    return job_clock(before, last_unix_s)
 
 
 class Batch(NamedTuple):
@@ -80,12 +99,15 @@ class Book:
     Args:
         job, policy: of a job that begins; an older journal has its own.
         unix_s: now.
+        clock: that says so; written down where the driver before had another.
 
     Raises:
         JournalError: it cannot be read or written. msgspec.ValidationError: another program has written it.
     """
 
-    def __init__(self, journal: Journal, job: Job, policy: Policy, unix_s: float) -> None:
+    def __init__(
+        self, journal: Journal, job: Job, policy: Policy, unix_s: float, clock: JobClock | None = None
+    ) -> None:
         self._journal = journal
         self.marks: dict[str, ReceivedMark] = {}
         self.addresses: dict[str, str] = {}
@@ -97,7 +119,7 @@ class Book:
         # Of messages that are not written down yet.
         self._marks: dict[str, tuple[ReceivedMark, float]] = {}
         self._met: dict[str, Met] = {}
-        was_begun = False
+        was_begun, set_before = False, None
         for entry in journal.read():
             if entry.kind == "event":
                 was_begun = True
@@ -109,13 +131,15 @@ class Book:
                     self.state = initial(note.policy, note.job)
                 elif isinstance(note, Received):
                     self.marks[note.host] = ReceivedMark(base64.b64decode(note.instance), note.sequence)
+                elif isinstance(note, ClockSet):
+                    set_before = note
                 else:
                     self.addresses[note.host], self.peers[note.host] = note.address, note.peer
-        if was_begun:
-            self.first_actions = self.apply(DriverRestarted(unix_s))
-        else:
+        if not was_begun:
             self._add("note", msgspec.json.encode(Header(job, policy)), unix_s)
-            self.first_actions = self.apply(JobBegun(unix_s))
+        if clock is not None and (now_set := ClockSet(*clock)) != set_before:
+            self._add("note", msgspec.json.encode(now_set), unix_s)
+        self.first_actions = self.apply(DriverRestarted(unix_s) if was_begun else JobBegun(unix_s))
 
     def take(self, event: Event, received: Mapping[str, ReceivedMark] | None = None) -> list[Action]:
         """Take in what has happened; what has to be done about it after the next `write`.

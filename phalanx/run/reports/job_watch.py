@@ -49,15 +49,21 @@ class JobWatch:
         UserError: a receiver of alerts cannot be.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, disk_usage: Callable[[str], DiskSeen | None] = disk_of) -> None:
-        self._folder, self._disk_usage = folder, disk_usage
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        disk_usage: Callable[[str], DiskSeen | None] = disk_of,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._disk_usage, self._unix_s = folder, disk_usage, unix_s
         self._training = training_folder(config, folder)
         self._history = None if self._training is None else MetricsHistory(self._training / "metrics.jsonl")
         self._alerts: Alerts | None = None
         if config.alerts.is_on:
             self._alerts = make_alerts(config.alerts, config.job_name, folder)
         self._name = config.job_name
-        self._began_s, self._lock = time.time(), threading.Lock()
+        self._began_s, self._lock = unix_s(), threading.Lock()
         self._intervals = (0, 0.0)
         self._intervals_at_s = float("-inf")
         self._last_step: tuple[int, float] = (-1, 0.0)
@@ -90,7 +96,7 @@ class JobWatch:
             self._look(now, finish)
 
     def _look(self, now: Overview, finish: Finish | None) -> None:
-        now_s = time.time()
+        now_s = self._unix_s()
         new = 0 if self._history is None else self._history.take()
         if now.step > self._last_step[0]:
             self._last_step = now.step, now_s
@@ -162,7 +168,7 @@ class JobWatch:
         every_steps, every_s = self._asked_for(self._training)
         return CheckpointSeen(
             step=history.saved_step or 0,
-            age_s=max(time.time() - (history.saved_at_s if made else self._began_s), 0.0),
+            age_s=max(time.time() - history.saved_at_s if made else self._unix_s() - self._began_s, 0.0),
             num_bytes=history.saved_bytes,
             problem=history.problem,
             every_steps=every_steps,
