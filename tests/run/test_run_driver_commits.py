@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -10,8 +12,9 @@ import pytest
 from phalanx.run.decide.actions import Action, Check
 from phalanx.run.decide.events import HostJoined
 from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.driver import write_ahead
 from phalanx.run.driver.write_ahead import Aside, Book, GroupCommit
-from phalanx.run.journal import Draft, Entry, JournalError
+from phalanx.run.journal import Draft, Entry, JournalError, JournalFullError
 from phalanx.run.wire.message_frames import ReceivedMark
 
 
@@ -20,11 +23,17 @@ class Disk:
 
     def __init__(self) -> None:
         self.commits: list[list[Draft]] = []
-        self.is_full = False
+        self.is_broken = False
+        self.left_full = 0
+        self.at_full: Callable[[], object] = lambda: None
 
     def append_all(self, drafts: list[Draft]) -> int:
-        if self.is_full:
-            raise JournalError("no space left on device")
+        if self.is_broken:
+            raise JournalError("no answer")
+        if self.left_full:
+            self.left_full -= 1
+            self.at_full()
+            raise JournalFullError("no space left on device")
         self.commits.append(drafts)
         return len(self.commits)
 
@@ -39,6 +48,7 @@ class Around:
         self.disk = Disk()
         self.book = Book(self.disk, Job("j", hosts=2), Policy(), 9.0)
         self.log: list[str] = []
+        self.told: list[str] = []
         self.later: list[Callable[[], None]] = []
         self.writing: list[tuple[Future[None], Callable[[], None]]] = []
         self.commits = GroupCommit(
@@ -47,6 +57,7 @@ class Around:
             lambda host: self.log.append(f"acknowledge {host}"),
             lambda: self.log.append("changed"),
             Aside(self.later.append, self.later.append, self.submit) if puts_off else None,
+            self.told.append,
         )
         self.disk.commits.clear()
 
@@ -147,23 +158,95 @@ def test_a_driver_that_steps_down_leaves_what_is_on_its_way_to_the_next() -> Non
 
 def test_of_what_cannot_be_written_nothing_is_done() -> None:
     around = Around()
-    around.disk.is_full = True
+    around.disk.is_broken = True
     around.join("a", 10.0)
     around.go_on()
     assert around.log == ["changed"] and around.book.marks == {}
     assert isinstance(around.commits.problem, JournalError)
-    around.disk.is_full = False
+    around.disk.is_broken = False
     around.join("b", 11.0)
     around.go_on()
     assert around.log == ["changed"] and around.disk.commits == [], "this driver does nothing any more"
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_ahead, "_FULL_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_full_disk_is_waited_for_and_told_of_once() -> None:
+    around = Around()
+    around.disk.left_full = 5
+    around.join("a", 10.0)
+    around.go_on()
+    assert around.log == ["check a at 10", "acknowledge a", "changed"] and around.commits.problem is None
+    assert [text.split(":")[0] for text in around.told] == [
+        "there is no room to write down what happens, which waits for some",
+        "there is room again",
+    ]
+    assert len(around.disk.commits) == 1
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_who_asks_to_end_on_a_full_disk_is_obeyed_and_all_is_written_once_there_is_room() -> None:
+    around = Around()
+    around.disk.left_full, around.disk.at_full = 1000, around.commits.end_unwritten
+    around.join("a", 10.0)
+    around.go_on()
+    assert "check a at 10" in around.log and around.disk.commits == []
+    around.disk.left_full = 0
+    around.join("b", 11.0)
+    around.go_on()
+    (written,) = around.disk.commits
+    assert [draft.unix_s for draft in written if draft.kind == "event"] == [10.0, 11.0]
+    assert set(around.book.marks) == {"a", "b"}
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_an_order_does_not_wait_for_room() -> None:
+    around = Around()
+    # While the thread waits, as of a signal.
+    around.disk.left_full, around.disk.at_full = 3, lambda: around.commits.settle() if around.later else None
+    around.join("a", 10.0)
+    around.go_on()
+    assert around.log.count("check a at 10") == 1
+    around.disk.left_full, around.disk.at_full = 2, lambda: None
+    around.join("b", 11.0)
+    around.commits.settle()
+    assert "check b at 11" not in around.log
+    around.go_on()
+    assert around.log.count("check b at 11") == 1 and around.commits.problem is None
+
+
+def test_a_thread_that_waits_for_room_is_woken_by_who_asks_to_end() -> None:
+    disk = Disk()
+    book = Book(disk, Job("j", hosts=2), Policy(), 9.0)
+    disk.left_full = sys.maxsize
+
+    async def story() -> None:
+        told, done = asyncio.Event(), asyncio.Event()
+        with write_ahead.aside_of(asyncio.get_running_loop()) as aside:
+            commits = GroupCommit(
+                book, lambda action, at_s: done.set(), lambda host: None, lambda: None, aside, lambda text: told.set()
+            )
+            commits.take(HostJoined(10.0, "a"), None)
+            commits.put_off()
+            await told.wait()
+            assert not done.is_set()
+            commits.settle()
+            commits.end_unwritten()
+            await done.wait()
+
+    asyncio.run(story())
 
 
 def test_nothing_is_put_off_where_nobody_calls_later() -> None:
     around = Around(puts_off=False)
     around.join("a", 10.0)
     assert around.log == ["check a at 10", "changed"] and len(around.disk.commits) == 1
-    around.disk.is_full = True
-    with pytest.raises(JournalError, match="no space"):
+    around.disk.is_broken = True
+    with pytest.raises(JournalError, match="no answer"):
         around.join("b", 11.0)
     assert isinstance(around.commits.problem, JournalError)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -21,8 +22,10 @@ from phalanx.core.errors import UserError
 from phalanx.run.journal import (
     Draft,
     JournalError,
+    JournalFullError,
     JournalLostError,
     JournalTakenError,
+    journal_tables,
     open_journal,
     read_journal,
 )
@@ -154,12 +157,33 @@ def test_a_full_file_refuses_and_goes_on_later(tmp_path: Path) -> None:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
         connection.rollback()
-        with pytest.raises(JournalError, match="full"):
+        with pytest.raises(JournalFullError, match="full"):
             journal.append("event", 1, json.dumps("x" * 100_000), 0.0)
         connection.exec_driver_sql("PRAGMA max_page_count=1000000")
         connection.rollback()
         assert journal.append("event", 1, "2", 0.0) == 2
         assert [entry.json_text for entry in journal.read()] == ["1", "2"]
+
+
+def test_that_the_system_has_no_room_is_told_from_other_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_journal(str(tmp_path / "journal.db")) as journal:
+        for number, kind in (
+            (errno.ENOSPC, JournalFullError),
+            (errno.EDQUOT, JournalFullError),
+            (errno.EIO, JournalError),
+        ):
+
+            def fails(*given: object, number: int = number) -> None:
+                raise OSError(number, os.strerror(number))
+
+            monkeypatch.setattr(journal_tables, "add_entries", fails)
+            with pytest.raises(JournalError) as caught:
+                journal.append("event", 1, "1", 0.0)
+            assert type(caught.value) is kind
+        monkeypatch.undo()
+        assert journal.append("event", 1, "2", 0.0) == 1
 
 
 def test_what_is_closed_is_not_written(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -38,7 +39,7 @@ from phalanx.run.driver.run_judges import RunJudges
 from phalanx.run.driver.write_ahead import Book, aside_of, clock_of
 from phalanx.run.executor.accelerator_probe import Accelerators
 from phalanx.run.executor.executor_settings import ExecutorSettings
-from phalanx.run.journal import Journal, JournalError, open_journal
+from phalanx.run.journal import Journal, JournalError, JournalFullError, open_journal
 from phalanx.run.reports.job_watch import JobWatch
 from phalanx.run.reports.recent_events import SHOWN_HOSTS, Hub, Item, Overview, Source
 from phalanx.run.reports.training_settings import training_folder
@@ -207,7 +208,14 @@ def drive(config: RunConfig, show: Show) -> int:
         cure = "see that it can be written there, or give run.journal another place"
         raise UserError(f"the journal cannot be opened: {error}", cure=cure, field="run.journal") from error
     with journal:
-        return _run(_serve(config, folder, matcher, show, journal))
+        try:
+            return _run(_serve(config, folder, matcher, show, journal))
+        except OSError as error:
+            if not isinstance(error, JournalFullError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # Before it could begin: as it runs, a driver waits for room by itself.
+            sys.stderr.write(f"the driver has to end, since there is no room under {folder}: {error}\n")
+            return TO_BE_STARTED_AGAIN
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:

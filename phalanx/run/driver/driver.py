@@ -106,7 +106,9 @@ class Driver:
         self._book, self._server, self._orders, self._people = book, server, orders, people
         self._classify, self._name_suspects = classify, name_suspects
         self._settings, self._clocks = settings, clocks
-        self._commits = GroupCommit(book, self._perform, server.acknowledge, lambda: self.on_change(), aside)
+        self._commits = GroupCommit(
+            book, self._perform, server.acknowledge, lambda: self.on_change(), aside, self._tell_of_room
+        )
         self.hosts = HostWatch(settings.heartbeat_s)
         self.attempt: AttemptWatch | None = None
         self.finished: actions.Finish | None = None
@@ -141,6 +143,7 @@ class Driver:
     def step_down(self, why: Exception) -> None:
         """Do nothing any more, and leave the job to the next driver."""
         self._commits.problem = why
+        self._commits.end_unwritten()  # a thread that waits for room would keep this process
         self.on_change()
 
     def begin(self) -> None:
@@ -272,7 +275,10 @@ class Driver:
 
     def ask(self, make: Callable[[float], Event]) -> None:
         """A person's order: an event, given the time."""
-        self._feed([make(self._clocks().unix_s)])
+        event = make(self._clocks().unix_s)
+        if isinstance(event, events.StopAsked):
+            self._commits.end_unwritten()
+        self._feed([event])
         self._commits.settle()
 
     def keep(self, judge: str, found: Detection, incident: int = 0) -> None:
@@ -463,6 +469,10 @@ class Driver:
             self._server.send(command.host, command.message)
         if isinstance(action, actions.AskForHosts | actions.Evict | actions.Release):
             self._orders.put(action)
+
+    def _tell_of_room(self, text: str) -> None:
+        self._people.tell(actions.Alert("error", text), self._clocks())
+        _log.warning("%s", text)
 
     def _watch(self, attempt: int, world_size: int) -> None:
         """Begin to watch an attempt, unless it is watched already."""

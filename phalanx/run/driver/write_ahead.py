@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -27,7 +29,7 @@ from phalanx.run.decide.decide import decide, event_from_json, to_json
 from phalanx.run.decide.events import DriverRestarted, Event, JobBegun
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Own, initial
-from phalanx.run.journal import Draft, Entry, Journal, JournalError, JournalLostError
+from phalanx.run.journal import Draft, Entry, Journal, JournalError, JournalFullError, JournalLostError
 from phalanx.run.journal.journal_tables import Kind
 from phalanx.run.wire.message_frames import ReceivedMark
 
@@ -196,6 +198,11 @@ class Book:
         for host, met in batch.met.items():
             self.addresses[host], self.peers[host] = met.address, met.peer
 
+    def put_back(self, batch: Batch) -> None:
+        """It could not be written: it comes before what is written next."""
+        self._drafts = [*batch.drafts, *self._drafts]
+        self._marks, self._met = {**batch.marks, **self._marks}, {**batch.met, **self._met}
+
     def apply(self, event: Event, received: Mapping[str, ReceivedMark] | None = None) -> list[Action]:
         """`take`, and `write` at once."""
         actions = self.take(event, received)
@@ -215,6 +222,11 @@ class Book:
 _log = logging.getLogger(__name__)
 
 Call = Callable[[], None]
+
+_FULL_S, _MOST_FULL_S = 0.5, 30.0
+"""Until it is tried again to write to a full disk: at first, and at most."""
+
+_LOOK_S = 0.05
 
 
 class Aside(NamedTuple):
@@ -250,6 +262,7 @@ class GroupCommit:
         acknowledge: lets a host know that what it has sent is received for good.
         changed: called when something has been written, or cannot be.
         aside: None: nothing is put off, and everything waits for the disk.
+        tell: lets people know that there is no room for the journal, once, and that there is again.
 
     Attributes:
         problem: why nothing is written and done any more.
@@ -262,9 +275,11 @@ class GroupCommit:
         acknowledge: Callable[[str], None],
         changed: Call,
         aside: Aside | None = None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._book, self._perform, self._acknowledge, self._changed = book, perform, acknowledge, changed
-        self._aside = aside
+        self._aside, self._tell = aside, tell
+        self._is_full, self._goes_unwritten = False, threading.Event()
         self._due: list[Call] = []
         self._waiting: dict[str, None] = {}
         self._is_open = False
@@ -312,19 +327,32 @@ class GroupCommit:
             JournalError, JournalLostError: it could not be written.
         """
         # In order: what is on its way to the disk comes before what has been heard since.
-        if self._commit is not None:
-            with suppress(Exception):  # `_finish` looks at it
-                self._commit.written.result()
-            self._finish(self._commit)
+        if (commit := self._commit) is not None:
+            while not self._is_full and not wait_for([commit.written], _LOOK_S).done:
+                pass
+            if not commit.written.done():
+                return  # there is no room: all is done once it is written
+            self._finish(commit)
         if not self._is_open or self.problem is not None:
             return
         due, waiting = self._take_out()
         try:
             self._book.write()
+        except JournalFullError as error:
+            if self._aside is None:
+                self._fail(error)
+                raise
+            self._due, self._waiting, self._is_open = due, waiting, True
+            self._start()
         except (JournalError, JournalLostError) as error:
             self._fail(error)
             raise
-        self._do(due, waiting)
+        else:
+            self._do(due, waiting)
+
+    def end_unwritten(self) -> None:
+        """A person ends the job: from now on what there is no room for is done all the same."""
+        self._goes_unwritten.set()
 
     def _start(self) -> None:
         """Have written what has come by now, unless a commit is on its way still: what comes meanwhile is the next."""
@@ -332,9 +360,30 @@ class GroupCommit:
             return
         due, waiting = self._take_out()
         batch, back = self._book.batch(), self._aside.back
-        written = self._aside.submit(lambda: self._book.append(batch))
+        written = self._aside.submit(lambda: self._append(batch, back))
         commit = self._commit = _Commit(batch, due, waiting, written)
         written.add_done_callback(lambda done: back(lambda: self._arrived(commit)))
+
+    def _append(self, batch: Batch, back: Callable[[Call], object]) -> None:
+        """In the thread: a full disk is waited for, since a driver that was started again would find it as full."""
+        pause_s = _FULL_S
+        while True:
+            try:
+                self._book.append(batch)
+            except JournalFullError as error:
+                if self._goes_unwritten.is_set():
+                    raise
+                if not self._is_full:
+                    text = f"there is no room to write down what happens, which waits for some: {error}"
+                    back(partial(self._tell, text))
+                self._is_full = True
+                self._goes_unwritten.wait(pause_s)
+                pause_s = min(2 * pause_s, _MOST_FULL_S)
+            else:
+                if self._is_full:
+                    back(partial(self._tell, "there is room again: all that has happened is written down"))
+                self._is_full = False
+                return
 
     def _arrived(self, commit: _Commit) -> None:
         if self._commit is commit:  # else `settle` has waited for it
@@ -345,10 +394,13 @@ class GroupCommit:
         """It is on the disk, or never will be."""
         self._commit = None
         error = commit.written.exception()
-        if isinstance(error, Exception):
+        if isinstance(error, JournalFullError):  # and the job is to end all the same
+            self._book.put_back(commit.batch)
+        elif isinstance(error, Exception):
             self._fail(error)
             return
-        self._book.done(commit.batch)
+        else:
+            self._book.done(commit.batch)
         self._do(commit.due, commit.waiting)
 
     def _take_out(self) -> tuple[list[Call], dict[str, None]]:

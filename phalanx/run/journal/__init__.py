@@ -5,6 +5,7 @@ from phalanx.run.journal.journal_tables import (
     DriverStart,
     Entry,
     JournalError,
+    JournalFullError,
     JournalLostError,
     JournalTakenError,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "Entry",
     "Journal",
     "JournalError",
+    "JournalFullError",
     "JournalLostError",
     "JournalReader",
     "JournalTakenError",

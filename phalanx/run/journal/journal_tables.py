@@ -47,6 +47,10 @@ class JournalError(OSError):
     """The journal cannot be read or written just now."""
 
 
+class JournalFullError(JournalError):
+    """There is no room for what is to be written: the disk is full, or a quota used up. That may pass."""
+
+
 class JournalLostError(RuntimeError):
     """A later driver has taken the job over: this one must not command anything any more."""
 

@@ -7,8 +7,10 @@ driver that opens a journal takes the next number, and an append of an older one
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from phalanx.run.journal.journal_tables import (
     DriverStart,
     Entry,
     JournalError,
+    JournalFullError,
     JournalLostError,
     JournalPlace,
     JournalTakenError,
@@ -99,7 +102,16 @@ def _translated(place: JournalPlace) -> Iterator[None]:
         cause = getattr(error, "orig", None) or error
         if any(words in str(cause) for words in _NO_JOURNAL):
             raise UserError("is no journal", cure="give another path", field="run.journal", value=str(place)) from error
-        raise JournalError(f"the journal {place} does not answer as it should: {cause}") from error
+        kind = JournalFullError if _is_full(cause) else JournalError
+        raise kind(f"the journal {place} does not answer as it should: {cause}") from error
+
+
+def _is_full(cause: BaseException) -> bool:
+    if isinstance(cause, OSError):
+        return cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (
+        getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL or getattr(cause, "sqlstate", None) == "53100"
+    )
 
 
 def _check_schema(place: JournalPlace, starts: list[DriverStart]) -> None:
