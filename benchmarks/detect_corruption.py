@@ -41,7 +41,7 @@ from phalanx.detect.corruption.norm_spikes import NormHistory
 from phalanx.launch.environment import Worker
 from phalanx.launch.local_ranks import launch_local
 from phalanx.parallel.engine import Engine
-from phalanx.train import assemble, session
+from phalanx.train import session
 from phalanx.train.config import RunConfig
 from phalanx.train.corruption_response import CorruptionResponse
 from phalanx.train.replays import Replays
@@ -108,8 +108,7 @@ def started(folder: Path, settings: dict[str, Any], name: str, target: str, *arg
 
 
 def run_rank(worker: Worker, config: RunConfig) -> None:
-    """Train, without measuring how fast this device is."""
-    assemble.measure_peak = lambda _device: None  # type: ignore[attr-defined]
+    """Train, and say nothing."""
     session.run_rank(worker, config, Path("corruption.toml"), Console(quiet=True))
 
 

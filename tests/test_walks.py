@@ -99,12 +99,11 @@ def test_heartbeat_to_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tokens_to_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_tokens_to_loss(tmp_path: Path, precision: str) -> None:
     """A step of one process, from the loader's batch to the loss and back; the second one, as the first sets things up.
 
     With so many logits that the loss takes them in chunks, as in any real run.
     """
-    monkeypatch.setattr("phalanx.train.assemble.measure_peak", lambda _device: None)
     sizes = {"model.vocab_size": 4096, "data.sequence_length": 64, "train.global_batch": 16, "train.micro_batch": 16}
     run = begin(configured(tmp_path, sizes | {"train.precision": precision}))
     try:

@@ -30,7 +30,6 @@ from phalanx.core.layout import AXES, Axis, Layout
 from phalanx.ipc.rank_tree import children_of, parent_of
 from phalanx.launch.environment import Worker
 from phalanx.parallel.mesh import Mesh, meeting_place
-from phalanx.train import assemble as assembling
 from phalanx.train import ranks as training_ranks
 from phalanx.train.config import RunConfig
 from phalanx.train.ranks import Ranks
@@ -159,7 +158,6 @@ def groups_of_rank(layout: Layout, rank: int, **settings: Any) -> list[Key]:
             patch.object(Mesh, "_backend", note),
             patch.object(training_ranks, "Mesh", at_place),
             patch.object(Ranks, "after_step", stop),
-            patch.object(assembling, "measure_peak", lambda device: None),
         ):
             try:
                 run_session(config, Path("tiny.toml"), Console(quiet=True), ranks)

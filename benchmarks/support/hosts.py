@@ -24,9 +24,10 @@ import psutil
 from phalanx.checkpoint.format.shard_plan import Record, SnapshotId
 from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper_contract import KeeperLostError
+from phalanx.cli.main import main
 from phalanx.ipc.handshake import hand_out
 from phalanx.telemetry.loggers import read_json_lines
-from support.kills.run import TinyRun, train_quickly
+from support.kills.run import TinyRun
 
 GUARD_S = 120.0
 """Whatever takes longer hangs."""
@@ -354,7 +355,7 @@ def _become(folder: str, log: str, arguments: list[str], environ: dict[str, str]
     os.dup2(file, 2)
     os.chdir(folder)
     os.environ.update(environ | {"COLUMNS": "1000"})
-    train_quickly(arguments)
+    main(arguments)
 
 
 def _of_keeper(address: Path) -> Iterator[psutil.Process]:

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "train.device": "cpu",
     "train.precision": "fp32",
     "logging.every_steps": 1,
+    "logging.mfu": False,  # to measure the device takes longer than many such a run
     "telemetry.spans": False,  # a process of its own, which takes longer than such a run
 }
 """Of every tiny run; what it is about is added to them."""

@@ -21,6 +21,11 @@ class LoggingConfig(Config):
         ge=1,
         description="fetch figures from the device, show and write them every this many steps (each step is written)",
     )
+    mfu: bool = Field(
+        True,
+        description="share of the device's peak rate in the figures; a CPU's is measured at the start (0.25 s); "
+        "false: neither",
+    )
     file_bytes: int = Field(
         8 << 20, ge=0, description="size of a log file in <run folder>/logs, after which another is begun; 0: no files"
     )

@@ -274,7 +274,8 @@ def _gaps(found: Evidence) -> Iterable[Missing]:
                 f"phalanx trace compare OTHER_RUN {found.run}",
             )
     if not any(row["mfu"] is not None for row in found.mfu):
-        yield Missing("MFU", "the peak rate of the device is unknown, or metrics.jsonl has no figures of these steps")
+        why = "the device's peak rate is unknown, logging.mfu is false, or metrics.jsonl has no figures of these steps"
+        yield Missing("MFU", why)
 
 
 def _read_figures(found: Evidence, run: Path, first: int | None, last: int | None) -> Evidence:

@@ -228,7 +228,7 @@ def build_run(
         config=config,
         folder=folder,
         device=device,
-        peak=measure_peak(device),
+        peak=measure_peak(device) if config.logging.mfu else None,
         prepared=prepared,
         loader=loader,
         ranks=ranks,

@@ -108,8 +108,9 @@ class Ranks:
         if not isinstance(error, Exception):  # it was interrupted
             return own
         first = self.abort.cause("" if speaks_of_a_peer(error) else own)
-        # What all refuse alike is nobody's.
-        return own if first is None or own == first[1] else f"rank {first[0]}: {first[1]}"
+        if first is None or first[0] == self.rank or first[1] == own:  # what all refuse alike is nobody's
+            return own
+        return f"rank {first[0]}: {first[1]}"
 
     def record_spans(self, run: Path, config: TelemetryConfig, say: Callable[[str], None]) -> None:
         """Begin to record what this rank does, if the config says so; all ranks call it.

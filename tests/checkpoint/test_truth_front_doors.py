@@ -42,9 +42,8 @@ def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
     root = tmp_path_factory.mktemp("door")
-    with a_keeper_at(root / "k"), pytest.MonkeyPatch.context() as patch:
+    with a_keeper_at(root / "k"):
         fork_keeper(root / "k", ttl_s=GUARD_S, environ=os.environ)
-        patch.setattr("phalanx.train.assemble.measure_peak", lambda _device: None)  # of use to reports alone
         yield DOORS[request.param], made(DOORS[request.param], root / "pristine", root / "k")
 
 

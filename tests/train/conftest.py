@@ -9,9 +9,3 @@ from train_helpers import Commands
 @pytest.fixture(scope="session")
 def commands() -> Commands:
     return Commands()
-
-
-@pytest.fixture
-def no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process do not measure the device, which takes a quarter of a second each."""
-    monkeypatch.setattr("phalanx.train.assemble.measure_peak", lambda _device: None)

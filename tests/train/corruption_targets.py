@@ -9,7 +9,6 @@ import torch
 
 from phalanx.launch.environment import Worker
 from phalanx.parallel.engine import Engine
-from phalanx.train import assemble as assembling
 from phalanx.train import state_digests
 from phalanx.train.config import RunConfig
 from phalanx.train.session import rank_status
@@ -24,7 +23,6 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 def train_with_a_flip(worker: Worker, config: RunConfig, rank: int, step: int, name: str) -> int:
     """Train, but on one rank the lowest bit of the first element of a tensor flips after the update of a step."""
-    assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
     updated = Run.updated
 
     def flipping(run: Run) -> Any:
@@ -48,7 +46,6 @@ def train_with_wrong_arithmetic(worker: Worker, config: RunConfig, rank: int, ca
     Args:
         calls: which replays of that rank, counted from 0.
     """
-    assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
     replay, made = Engine.replay, [0]
 
     def wrong(engine: Engine, *arguments: Any, **named: Any) -> torch.Tensor:

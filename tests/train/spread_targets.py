@@ -14,7 +14,6 @@ from phalanx.launch.environment import Worker
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.rendezvous import Abort
-from phalanx.train import assemble as assembling
 from phalanx.train import ranks as meeting
 from phalanx.train.config import RunConfig
 from phalanx.train.device import Device
@@ -36,7 +35,6 @@ def raise_at_step_5(worker: Worker, config: RunConfig, folder: str) -> int:
             return accumulate_gradients(run, batch)
 
         Run.accumulate_gradients = failing  # type: ignore[method-assign]
-    assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
     return rank_status(worker, config, Path("tiny.toml"))
 
 
@@ -55,7 +53,6 @@ def run_out_of_memory(worker: Worker, config: RunConfig, folder: str, culprit: i
     if worker.rank == stuck:
         Engine.accumulate_gradients = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
     meeting.Abort = partial(Abort, look_s=0.2, grace_s=2.0)  # type: ignore[misc,assignment]
-    assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
     try:
         rank_status(worker, config, Path("tiny.toml"))
     except Exception as error:
@@ -91,6 +88,5 @@ def train_with_callback(worker: Worker, config: RunConfig, folder: str) -> int:
             (Path(folder) / CALLED.format(worker.rank)).write_text(" ".join(steps))
             return "stop" if report.step == 2 else None
 
-    assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
     result = run_rank(worker, config, Path("tiny.toml"), Console(quiet=True), callbacks=[Noting()])
     return int((result.steps, result.stopped_by) != (3, "a callback"))

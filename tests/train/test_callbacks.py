@@ -19,8 +19,6 @@ from phalanx.ipc.stop_request import exit_status
 from phalanx.train.evaluation import Evaluation
 from phalanx.train.reports.callbacks import Callback, CallbackError, CheckpointReport, StepReport
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
 
 class Noted(Callback):
     """Keeps what it is called with; answers or fails at one step."""

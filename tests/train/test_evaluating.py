@@ -47,9 +47,6 @@ from phalanx.train.reports.display import EvaluationProgress, LiveDisplay, Plain
 from phalanx.train.reports.reporter import describe
 from phalanx.train.training_run import Run
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
-
 MODES: dict[str, dict[str, Any]] = {
     "blocking": {"checkpoint.mode": "blocking"},
     "waiting": {"checkpoint.mode": "background", "checkpoint.wait": True},

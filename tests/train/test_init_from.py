@@ -20,8 +20,6 @@ from phalanx.train.training_run import Run
 from phalanx.train.weights.hf_folders import export_run, import_config
 from phalanx.train.weights.trained import open_trained
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
 
 def _started(folder: Path, changes: dict[str, Any], notes: list[str] | None = None) -> Run:
     run = begin(configured(folder, changes, "second"), notes)

@@ -23,8 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
 from plain_writers import save_alone
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
 CONFIG = ModelConfig(
     vocab_size=257, vocab_multiple=1, layers=2, hidden=32, heads=4, kv_heads=2, mlp_hidden=48, max_sequence=16
 )

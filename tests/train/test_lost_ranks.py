@@ -122,6 +122,12 @@ def test_what_all_refuse_alike_is_nobody_s(run: Path) -> None:
     assert set(told(run, refused, str(refused)).values()) == {str(refused)}
 
 
+def test_who_failed_first_says_in_the_end_what_became_of_its_error() -> None:
+    ranks = Ranks(abort=Abort(HashStore(), 0, 2))
+    assert ranks.why_ended(MemoryError("no room")) == "MemoryError: no room"
+    assert ranks.why_ended(UserError("there is no memory left", cure="take less")).startswith("there is no memory left")
+
+
 def test_a_rank_that_comes_after_another_was_refused_says_its_words() -> None:
     """Rank 0 has announced why it ends, and left, before rank 1 connects to it."""
     store = open_store("127.0.0.1", 0, 0, 2, is_host=True)

@@ -26,7 +26,6 @@ from phalanx.train.device import choose_device
 from phalanx.train.system_errors import explained, out_of_memory
 
 
-@pytest.mark.usefixtures("no_peak")
 @pytest.mark.parametrize(
     ("optimizer", "bits"), [("adamw", 32), ("adamw", 16), ("adamw", 8), ("lamb", 32), ("came", 32), ("muon", 32)]
 )
@@ -124,7 +123,6 @@ def test_more_threads_than_any_machine_has_use_for(field: str, monkeypatch: pyte
         check_early(config(33))
 
 
-@pytest.mark.usefixtures("no_peak")
 @pytest.mark.parametrize("refusal", [lambda: torch.empty(2**55, dtype=torch.uint8), lambda: bytearray(2**55)])
 def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path, refusal: Callable[[], object]) -> None:
     run = begin(configured(tmp_path))

@@ -173,7 +173,7 @@ def on_gpu(run: Run, total: int, most: int = 0) -> list[str]:
 
 
 @pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, no_peak: None) -> Run:
+def run_fixture(tmp_path: Path) -> Run:
     run = begin(configured(tmp_path, {"train.micro_batch": 0, "train.recompute": "auto"}))
     run.folder.release()
     return run
@@ -321,7 +321,7 @@ def _gradients(run: Run) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in run.trainer.parameters.items() if p.grad is not None}
 
 
-def test_offload_is_counted_and_said_to_have_no_effect_on_a_cpu(tmp_path: Path, no_peak: None) -> None:
+def test_offload_is_counted_and_said_to_have_no_effect_on_a_cpu(tmp_path: Path) -> None:
     none, half, whole = (fit(80.0, offload=share).predicted(8, "none") for share in (0.0, 0.5, 1.0))
     layer = (none.allocated_bytes - whole.allocated_bytes) / 22  # all of 24 but the two on their way
     assert none.allocated_bytes - half.allocated_bytes == pytest.approx(10 * layer)

@@ -16,10 +16,7 @@ from phalanx.figures.norms import layer_norms
 from phalanx.figures.style import described
 from phalanx.telemetry.layer_norms import QUANTITIES, append_norms, read_norms
 
-pytestmark = [
-    pytest.mark.usefixtures("no_peak"),
-    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 STEPS = 4
 SETTINGS: dict[str, Any] = {

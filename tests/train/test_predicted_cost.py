@@ -154,7 +154,6 @@ def _kept(folder: Path) -> dict[str, Any]:
     return kept
 
 
-@pytest.mark.usefixtures("no_peak")
 def test_a_run_says_what_was_expected_and_what_came(tmp_path: Path) -> None:
     expected = replace(EXPECTED, step_s=1e-6, parts={PASSES: 1e-6})
     printed = _session(tmp_path, expected, {"train.steps": 20})
@@ -174,7 +173,6 @@ def test_a_run_says_what_was_expected_and_what_came(tmp_path: Path) -> None:
     assert kept["prediction"] == {"cluster": "this"}
 
 
-@pytest.mark.usefixtures("no_peak")
 def test_a_short_run_is_compared_at_its_end_or_not_at_all(tmp_path: Path) -> None:
     assert "measured over" not in _session(tmp_path, EXPECTED, {"train.steps": 7})
     assert _kept(tmp_path)["measured"] is None
@@ -183,14 +181,12 @@ def test_a_short_run_is_compared_at_its_end_or_not_at_all(tmp_path: Path) -> Non
     assert _kept(tmp_path)["measured"]["last"] == 16
 
 
-@pytest.mark.usefixtures("no_peak")
 def test_a_prediction_of_something_else_says_so(tmp_path: Path) -> None:
     printed = _session(tmp_path, replace(EXPECTED, layout="tp2", micro_batch=64), {"train.steps": 6})
     assert "it is for layout tp2 instead of 1 and micro-batch 64 instead of " in printed
     assert _kept(tmp_path)["misfit"].startswith("layout tp2")
 
 
-@pytest.mark.usefixtures("no_peak")
 def test_without_a_prediction_nothing_is_said_or_kept(tmp_path: Path) -> None:
     printed = _session(tmp_path, None, {"train.steps": 16})
     assert "expected" not in printed and "measured over" not in printed

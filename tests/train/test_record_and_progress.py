@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from train_helpers import entries, run_all
 
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.ipc.stop_request import StopRequest
@@ -149,6 +150,13 @@ def test_an_unknown_peak_gives_no_mfu() -> None:
     out = io.StringIO()
     PlainDisplay(Console(file=out, width=200)).show(_report(mfu=None))
     assert "MFU n/a" in out.getvalue()
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_run_measures_the_device_if_mfu_is_wanted(tmp_path: Path, is_wanted: bool) -> None:
+    said = run_all(tmp_path, {"train.steps": 1, "logging.mfu": is_wanted})
+    (step,) = entries(tmp_path / "run")
+    assert ("peak" in said, "mfu" in step, "MFU n/a" in said) == (is_wanted, is_wanted, not is_wanted)
 
 
 def test_a_terminal_gets_a_live_table_and_notes_above_it() -> None:

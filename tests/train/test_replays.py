@@ -13,10 +13,7 @@ from train_helpers import Commands, Ended, configured, entries, run_all
 from phalanx.detect.corruption.copy_judge import judge_run
 from phalanx.train.trainer import LocalTrainer
 
-pytestmark = [
-    pytest.mark.usefixtures("no_peak"),
-    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 SETTINGS: dict[str, Any] = {
     "train.steps": 3,

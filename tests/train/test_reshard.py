@@ -33,9 +33,8 @@ PAIRS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_runs() -> Iterator[None]:
-    """Of the benchmark's, and without measuring the device."""
+    """Of the benchmark's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.train.assemble.measure_peak", lambda _device: None)
         patch.setattr(resharding, "SAVED_STEP", 3)
         patch.setattr(resharding, "LAST_STEP", 6)
         patch.setitem(resharding.SETTINGS, "checkpoint.every_steps", 3)

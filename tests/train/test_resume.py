@@ -36,8 +36,6 @@ from phalanx.train import assemble
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.training_run import Run
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
 Figures = list[tuple[Any, ...]]
 
 WARM_UP = {

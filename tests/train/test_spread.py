@@ -36,10 +36,7 @@ from phalanx.telemetry.run_samples import read_samples, read_why_none
 from phalanx.telemetry.run_status import run_status
 from phalanx.train.derived.run_layout import task_of
 
-pytestmark = [
-    pytest.mark.usefixtures("no_peak"),
-    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 STEPS = 24
 SETTINGS: dict[str, Any] = {

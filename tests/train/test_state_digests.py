@@ -15,10 +15,7 @@ from phalanx.detect.corruption.copy_judge import judge_run
 from phalanx.detect.corruption.digest_file import FILE, UnlikeCopies, append_digests, read_digests, suspect_spans
 from phalanx.train.state_digests import USUALLY_EVERY, digests_every
 
-pytestmark = [
-    pytest.mark.usefixtures("no_peak"),
-    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 SETTINGS: dict[str, Any] = {
     "train.steps": 6,

@@ -34,8 +34,6 @@ from phalanx.train.summary import closing
 from phalanx.train.trainer import accumulate_gradients
 from phalanx.train.training_run import Run
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
 
 def test_a_run_learns_and_leaves_its_record(tmp_path: Path) -> None:
     printed = run_all(tmp_path, {"train.steps": 40, "evaluate.every_steps": 10})

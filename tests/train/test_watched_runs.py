@@ -265,14 +265,14 @@ def test_metrics_of_a_plain_run(commands: Commands, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_trained(
-    tmp_path: Path, changes: dict[str, Any], said: str, no_peak: None
+    tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
         run_all(tmp_path, changes)
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_run_that_asks_for_nothing_is_not_watched(tmp_path: Path, no_peak: None) -> None:
+def test_a_run_that_asks_for_nothing_is_not_watched(tmp_path: Path) -> None:
     assert not configured(tmp_path).alerts.is_on
     run_all(tmp_path, {"train.steps": 2})
     assert not (tmp_path / "run" / "alerts").exists()

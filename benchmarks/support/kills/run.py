@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from phalanx.cli.main import main
 from support import tiny
 
 SETTINGS: dict[str, Any] = tiny.SETTINGS | {
@@ -79,7 +80,7 @@ class TinyRun:
         os.environ["PHALANX_KEEPER"] = str(self.keeper)
         os.environ["PHALANX_FAULTS"] = faults
         os.environ["COLUMNS"] = "1000"  # no line is broken
-        train_quickly(self.arguments())
+        main(self.arguments())
 
     def steps(self) -> list[tuple[Any, ...]]:
         """Step, loss, norm and learning rate of all steps that were written down."""
@@ -103,15 +104,6 @@ class TinyRun:
         with contextlib.suppress(psutil.Error):
             return process.environ().get("PHALANX_KEEPER") == str(self.keeper)
         return False
-
-
-def train_quickly(arguments: Sequence[str]) -> None:
-    """The command, in this process, which does not measure the device: that takes longer than many a tiny run."""
-    from phalanx.cli.main import main
-    from phalanx.train import assemble
-
-    assemble.measure_peak = lambda _device: None  # type: ignore[attr-defined]
-    main(list(arguments))
 
 
 _FIGURES = ("step", "loss", "grad_norm", "lr", "skipped", "tokens")

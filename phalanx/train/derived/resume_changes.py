@@ -72,7 +72,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (FREE, "checkpoint", "storage_options memory_slots replicas insecure_replicas rack keeper_ttl_s keep_last"),
     (FREE, "checkpoint", "keep_every keep_best best_metric budget_bytes wall_time_margin_s final_timeout_s verify"),
     (FREE, "logging", "every_steps file_bytes files tensorboard wandb wandb_project wandb_entity wandb_mode"),
-    (FREE, "logging", "metrics_address"),
+    (FREE, "logging", "metrics_address mfu"),
     (FREE, "alerts", "webhook urls command watch on link stall_s throughput_drop throughput_for_s spike_sigma"),
     (FREE, "alerts", "slow_rank_excess slow_rank_for_s"),
     (FREE, "alerts", "disk_free_bytes checkpoint_intervals"),
