@@ -234,7 +234,7 @@ def plan_of(
     passes, remark = _passes(config, fit, choice, cluster.device)
     strategy = fit.strategy(passes.micro_batch, passes.recompute)
     return Planned(
-        job=fit.job,
+        job=replace(fit.job, fp8=config.train.precision == "fp8"),
         strategy=strategy,
         parameters=num_parameters(model),
         total_tokens=derive(config).total_tokens,
@@ -252,6 +252,7 @@ def _job_to_search(config: RunConfig, cluster: Cluster) -> Planned:
     model = complete_model(config, known_vocab_size(config))
     precision = precision_of(config, cluster.device)
     job = job_of(config, model, config.parallel, precision, on_cpu=cluster.device.kind == "cpu")
+    job = replace(job, fp8=config.train.precision == "fp8")
     return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, _of_what_is_not_timed(config))
 
 
@@ -289,7 +290,7 @@ def as_efficient(planned: Planned, cluster: Cluster, efficiency: float | None) -
     """The same where that share of the predicted speed is reached, if one is given."""
     if efficiency is None:
         return planned
-    return replace(planned, job=replace(planned.job, residual=residual_of(cluster, efficiency)))
+    return replace(planned, job=replace(planned.job, residual=residual_of(planned.job, cluster, efficiency)))
 
 
 def known_vocab_size(config: RunConfig) -> int:

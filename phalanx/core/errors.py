@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 _ABSENT: Any = object()
@@ -14,7 +15,7 @@ class UserError(ValueError):
         problem: what is wrong, without a full stop.
         cure: what the person should do, in the imperative.
         field: the dotted config key or the path it is about, when there is one.
-        value: the offending value, shown with ``repr``.
+        value: the offending value, shown with ``repr``; paths and NumPy's numbers as plain text and numbers.
     """
 
     def __init__(self, problem: str, *, cure: str, field: str | None = None, value: Any = _ABSENT) -> None:
@@ -23,8 +24,21 @@ class UserError(ValueError):
         self.field = field
         where = "" if field is None else field
         if value is not _ABSENT:
-            where = f"{where} = {value!r}" if where else repr(value)
+            shown = repr(_plain(value))
+            where = f"{where} = {shown}" if where else shown
         super().__init__(f"{where}: {problem}; {cure}" if where else f"{problem}; {cure}")
+
+
+def _plain(value: Any) -> Any:
+    """`value` as it would be written in a config."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_plain, value))
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    # Without NumPy, which not all that raise this have loaded.
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def not_permitted(place: object) -> UserError:

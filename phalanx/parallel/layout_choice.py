@@ -131,7 +131,7 @@ class _Search:
         refused: list[str] = []
         errors: list[UserError] = []
         short: list[tuple[LayoutChoice, Need]] = []
-        for found in self.judged():
+        for found in self._judged_until_one_fits():
             if isinstance(found, UserError):
                 refused.append(str(found).removesuffix(f"; {found.cure}"))
                 errors.append(found)
@@ -163,9 +163,19 @@ class _Search:
             why = f"takes {taken}: of the layouts that were tried none leaves a tenth free"
         return self._with_reasons(choice, refused, why)
 
-    def judged(self) -> Iterator[tuple[LayoutChoice, Need] | UserError]:
+    def _judged_until_one_fits(self) -> Iterator[tuple[LayoutChoice, Need] | UserError]:
+        """`judged`, and where memory is all that is short those that split sequences besides, which talk most."""
+        verdicts = set()
+        for found in self.judged():
+            if not isinstance(found, UserError):
+                verdicts.add(found[1].verdict)
+            yield found
+        if verdicts == {"no"}:
+            yield from self.judged(split_sequences=True)
+
+    def judged(self, split_sequences: bool = False) -> Iterator[tuple[LayoutChoice, Need] | UserError]:
         """Every way to fill the devices, those that talk least first, with its memory; or why it cannot be."""
-        for candidate, reasons in self._candidates():
+        for candidate, reasons in self._candidates(split_sequences):
             try:
                 choice = _checked(candidate, self.task, reasons)
                 # The judge refuses, too: a layout that the program does not have takes no memory.
@@ -222,7 +232,7 @@ class _Search:
         other = replace(self, config=self.config.model_copy(update={"devices": devices}))
         return any(not isinstance(found, UserError) and found[1].verdict != "no" for found in other.judged())
 
-    def _candidates(self) -> Iterator[tuple[ParallelConfig, tuple[str, ...]]]:
+    def _candidates(self, split_sequences: bool) -> Iterator[tuple[ParallelConfig, tuple[str, ...]]]:
         """Ways to fill the ranks that are left, those that talk least first, each with its reasons.
 
         Splitting weights (ZeRO-3) gathers them in every pass: inside one host it comes before tensor parallel, between
@@ -236,19 +246,26 @@ class _Search:
         stages = [p for p in divisors(rest) if p <= task.model.layers]
         # Stage 1 is the default, so it leaves the others open.
         zeros = (1, 2, 3) if config.zero == 1 and not task.whole_matrices_for else (config.zero,)
+        contexts = [1]
+        if split_sequences:
+            possible = "context" not in self.given and not task.whole_matrices_for
+            contexts = [n for n in divisors(rest)[1:] if task.sequence_length % n == 0] if possible else []
         tried = [
-            (pipeline, tensor, zero)
+            (pipeline, tensor, zero, context)
+            for context in contexts
             for pipeline in ([1] if "pipeline" in self.given else stages)
             for tensor in ([1] if "tensor" in self.given else in_host)
-            if rest % (pipeline * tensor) == 0
+            if rest % (pipeline * tensor * context) == 0
             for zero in zeros
         ]
         far = config.devices > per_host
         # Sorting is stable: between hosts ZeRO 3 goes behind all others, which keep their order.
-        for pipeline, tensor, zero in sorted(tried, key=lambda shape: far and shape[2] == 3):
-            yield self._filled(pipeline, tensor, rest // (pipeline * tensor), zero)
+        for pipeline, tensor, zero, context in sorted(tried, key=lambda shape: far and shape[2] == 3):
+            yield self._filled(pipeline, tensor, rest // (pipeline * tensor * context), zero, context)
 
-    def _filled(self, pipeline: int, tensor: int, data: int, zero: int) -> tuple[ParallelConfig, tuple[str, ...]]:
+    def _filled(
+        self, pipeline: int, tensor: int, data: int, zero: int, context: int
+    ) -> tuple[ParallelConfig, tuple[str, ...]]:
         whole_for = self.task.whole_matrices_for
         update: dict[str, int] = {"zero": zero, "devices": 0}
         reasons = []
@@ -258,6 +275,9 @@ class _Search:
         if "tensor" not in self.given and tensor > 1:
             update["tensor"] = tensor
             reasons.append(f"tensor = {tensor}: inside one host, where ranks talk fastest")
+        if context > 1:
+            update["context"] = context
+            reasons.append(f"context = {context}: parts of every sequence on other ranks, as none fits with whole ones")
         axis: Axis = "replicate" if "shard" in self.given or whole_for else "shard"
         if data > 1:
             update[axis] = getattr(self.config, axis) * data

@@ -166,7 +166,7 @@ def start_up_s(job: Job, strategy: Strategy, cluster: Cluster, weights: Weights)
     }
 
 
-LEARNT = Residual(kernels=3.63, spread=0.115)  # of a program and a cluster that nobody has measured
+LEARNT = Residual(kernels=3.63, spread=0.228)  # of a program and a cluster that nobody has measured
 
 OWN_SPREAD = 0.056
 """Of a program on a cluster whose efficiency is known: how far steps of one publication lie around their median."""
@@ -175,22 +175,58 @@ _LEARNT_ON = ("a100_sxm_80gb", "h100_sxm", "h200_sxm")
 """What it is learnt on, and the one whose cores are the same. Devices that were measured have no such residual."""
 _SAME_WITHIN = 0.08  # of two devices that are one: data sheets and drivers differ in what 80 GB are
 
+
+@dataclass(frozen=True)
+class JudgedSteps:
+    """The published steps of a program."""
+
+    precisions: frozenset[str]
+    fewest: int  # ranks
+    most: int
+
+
+JUDGED: Mapping[str, JudgedSteps] = {
+    "megatron-core": JudgedSteps(frozenset(("bf16",)), 8, 16_384),
+    "fsdp2": JudgedSteps(frozenset(("bf16",)), 8, 128),
+    "fsdp2-compiled": JudgedSteps(frozenset(("bf16",)), 8, 128),
+    "megatron-deepspeed": JudgedSteps(frozenset(("bf16", "fp16")), 384, 384),
+    "megatron-lm-2022": JudgedSteps(frozenset(("fp16",)), 8, 32),
+}
+"""Where predictions were judged, all of dense models; elsewhere nothing is learnt and no interval known."""
+_BEYOND = 2  # times fewer or more ranks than published steps had
+
 LEAST_EFFICIENCY, MOST_EFFICIENCY = 0.1, 2.0
 
 
 def with_residual(job: Job, cluster: Cluster) -> Job:
     """The same with what is to be added on `cluster`, unless it has its own."""
-    return job if job.residual is not None else replace(job, residual=residual_of(cluster))
+    return job if job.residual is not None else replace(job, residual=residual_of(job, cluster))
 
 
-def residual_of(cluster: Cluster, efficiency: float | None = None) -> Residual:
-    """What is to be added to predictions on `cluster`.
+def unjudged(job: Job, cluster: Cluster) -> str:
+    """Why predictions of `job` on `cluster` were never judged on published steps; empty where they were."""
+    name, steps = job.software.name, JUDGED.get(job.software.name)
+    if not _is_learnt_on(*_identity(cluster.device)):
+        return f"no published steps on {cluster.device.name}"
+    if steps is None:
+        return f"no published steps of {name}"
+    if job.fp8 or job.precision not in steps.precisions:
+        return f"no published steps of {name} in {'fp8' if job.fp8 else job.precision}"
+    if job.model.experts:
+        return "no published steps of mixtures of experts"
+    if not steps.fewest <= cluster.devices * _BEYOND or not cluster.devices <= steps.most * _BEYOND:
+        return f"published steps of {name} had {steps.fewest:,} to {steps.most:,} ranks"
+    return ""
+
+
+def residual_of(job: Job, cluster: Cluster, efficiency: float | None = None) -> Residual:
+    """What is to be added to predictions of `job` on `cluster`.
 
     Args:
         efficiency: of a program there, from `phalanx plan validate --tables FILE`; None: that of the cluster's file,
             if it has one.
     """
-    learnt = LEARNT if _is_learnt_on(*_identity(cluster.device)) else Residual()
+    learnt = Residual() if unjudged(job, cluster) else LEARNT
     if efficiency is None:
         if EFFICIENCY not in cluster.numbers:
             return learnt

@@ -19,7 +19,7 @@ from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.jobs import check
 from phalanx.plan.memory.rank import rank_memory
 from phalanx.plan.operations import Passes
-from phalanx.plan.overheads import IN_STEP, start_up_s, step_overheads, with_residual
+from phalanx.plan.overheads import IN_STEP, start_up_s, step_overheads, unjudged, with_residual
 from phalanx.plan.pipeline.step_time import Array, StageCosts, StepTime, evaluate, evaluate_few
 from phalanx.plan.stages import (
     Costs,
@@ -50,8 +50,8 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     Args:
         known: costs of layers from predictions of the same job on the same cluster; what is new is added.
     """
-    job = with_residual(job, cluster)
     check(job, strategy, cluster)
+    job = with_residual(job, cluster)
     pieces = known_costs(job, strategy, cluster, {} if known is None else known)
     line = timeline(job, strategy, cluster, pieces, stages_of(job, strategy, pieces.kinds))
     weights = weights_of(job.model, line.stages.different, pieces.kinds, strategy.tensor, strategy.expert)
@@ -96,6 +96,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         model_flops=flops,
         mfu=flops / (step_s * peak),
         stages=line.stage_times,
+        unjudged=unjudged(job, cluster),
     )
 
 

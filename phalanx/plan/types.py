@@ -205,6 +205,7 @@ class Job:
     # What is added to what the model explains; None: what is learnt, where it holds (`phalanx.plan.overheads`).
     # `Residual()` is the model alone.
     residual: Residual | None = None
+    fp8: bool = False  # layers multiply in 8 bits, whose times are not known: predicted as `precision`
 
     @property
     def added(self) -> Residual:
@@ -330,6 +331,7 @@ class Prediction:
     mfu: float  # share of the peak that useful matrix products take
     notes: tuple[str, ...] = ()
     stages: StageTimes | None = None  # what a drawing of its pipeline is made of; None: there is no pipeline
+    unjudged: str = ""  # why there is no interval; empty where predictions were judged on published steps
 
     @property
     def tokens_per_s(self) -> float:

@@ -174,6 +174,12 @@ def rows_of(rows: Sequence[Waits]) -> list[dict[str, float]]:
     ]
 
 
+def _gain_line(gained: float) -> str:
+    if gained < 0:
+        return f"finding them costs {-100 * gained:.2f} % more time, as restarts take longer than slow hosts do"
+    return f"{100 * gained:.2f} % of the time is gained"
+
+
 def lines_of(question: StragglerScenario, rows: Sequence[Waits]) -> list[str]:
     """What is assumed, and what comes of it."""
     spread, own = question.spread, rows[-1]
@@ -185,7 +191,7 @@ def lines_of(question: StragglerScenario, rows: Sequence[Waits]) -> list[str]:
         f"{units.duration(question.find_s)} there are {100 * question.share_found:.2g} %",
         f"{step_s:g} s of computing take {step_s * (1 + own.alike):.4g} s without slow hosts, "
         f"{step_s * (1 + own.unfound):.4g} s with them, {step_s * (1 + own.found):.4g} s where they are found: "
-        f"{100 * own.gained:.2f} % of the time is gained",
+        + _gain_line(own.gained),
         f"where nobody finds them, runs on other hosts differ by {100 * own.unfound_run_sigma:.2f} %, steps of one by "
         f"{100 * own.unfound_step_sigma:.2f} % (standard deviations)",
     ]

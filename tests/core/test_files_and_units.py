@@ -8,6 +8,7 @@ import os
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.odd_files import ODD_FILES
 
@@ -57,6 +58,13 @@ def test_user_errors_are_one_line_with_field_value_and_cure() -> None:
     assert str(UserError("is bad", cure="mend it", field="a.b", value=3)) == "a.b = 3: is bad; mend it"
     assert str(UserError("is bad", cure="mend it")) == "is bad; mend it"
     assert str(UserError("is bad", cure="mend it", value="x")) == "'x': is bad; mend it"
+    for value, shown in (
+        (Path("a/b.toml"), "'a/b.toml'"),
+        (np.float64(1.5), "1.5"),
+        ([Path("a"), np.int64(3)], "['a', 3]"),
+        ({"x": (np.float32(0.5),)}, "{'x': (0.5,)}"),
+    ):
+        assert str(UserError("is bad", cure="mend it", value=value)) == f"{shown}: is bad; mend it"
 
 
 def test_known_and_unknown_devices() -> None:

@@ -187,6 +187,23 @@ def test_the_first_that_fits_well_is_taken_else_slowly_else_barely(verdicts: dic
     assert ("not data parallel alone: things are" in said) == ("tp" in expected)
 
 
+def test_sequences_are_split_only_where_no_layout_of_whole_ones_fits() -> None:
+    def judge(config: ParallelConfig, _: int) -> Need:
+        splits = (config.context, config.tensor) == (4, 2)
+        return Need("well" if splits else others.get(str(config.layout), "no"), 100.0, 10.0, "things")
+
+    others: dict[str, Verdict] = {}
+    choice = by_judge(judge)
+    assert (choice.config.context, choice.config.tensor, choice.layout.world_size) == (4, 2, 8)
+    assert any(reason.startswith("context = 4: parts of every sequence") for reason in choice.reasons)
+    others["tp8"] = "slowly"
+    assert by_judge(judge).config.context == 1
+    for refused in (replace(task(64), whole_matrices_for="muon"), replace(task(64), sequence_length=63)):
+        others.clear()
+        with pytest.raises(UserError, match="no layout of so many devices fits"):
+            choose_layout(ParallelConfig(devices=8), refused, Machines(8), judge)
+
+
 def test_where_nothing_fits_the_nearest_is_told_and_how_many_devices_would_do() -> None:
     enough = judged({"fs32 1": "well"})
     with pytest.raises(UserError, match=r"The nearest: things are .* of tp8 with .*; take 32 devices, a smaller model"):

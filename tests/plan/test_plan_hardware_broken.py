@@ -52,6 +52,8 @@ CLUSTERS: list[tuple[tuple[str, str], str]] = [
     ((r"(?m)^\[network\]", "[[network]]"), "network: is no table"),
     ((r"(?m)^\[loader\]", "[loader]\ntokens = 3"), "loader.tokens = 3: is no known key"),
     ((r"(?m)^date = .*", "date = 2024-02-03"), "is no text; write it in quotes"),
+    ((r"(?m)^date = .*", 'date = "2024-13"'), "date = '2024-13': is no date; write it as"),
+    ((r"(?m)^date = .*", 'date = "last May"'), "date = 'last May': is no date"),
     (value("latency_s", "18"), "network.latency_s = 18: cannot be right in s; give it in s: between 0 and 1"),
     (value("achieved_ratio", "0"), "network.achieved_ratio = 0"),
     (value("achieved_ratio", "95"), "network.achieved_ratio = 95"),

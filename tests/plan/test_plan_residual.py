@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from click.testing import CliRunner, Result
 from phalanx.cli.plan_command import command as plan
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster, load_cluster
-from phalanx.plan.overheads import LEARNT, OWN_SPREAD, residual_of
+from phalanx.plan.overheads import JUDGED, LEARNT, OWN_SPREAD, JudgedSteps, residual_of
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
 from phalanx.plan.software import (
@@ -25,16 +26,27 @@ from phalanx.plan.software import (
     FSDP2_COMPILED,
     MEGATRON_2022,
     MEGATRON_CORE,
+    PHALANX,
     SOFTWARE,
 )
 from phalanx.plan.types import Job, Model, Residual, Strategy
+from phalanx.plan.validate.assumptions import LATER
+from phalanx.plan.validate.published import TABLES, job_of, read_table, strategy_of
 
 ROOT = Path(__file__).parents[2]
 HARDWARE = ROOT / "phalanx" / "plan" / "hardware"
 GPT = str(ROOT / "configs" / "plan" / "gpt-175b.toml")
-ON = ("--devices", "512", "parallel.pipeline=8", "parallel.tensor=8", "train.micro_batch=1")
+ON = (
+    "--software",
+    "megatron-core",
+    "--devices",
+    "512",
+    "parallel.pipeline=8",
+    "parallel.tensor=8",
+    "train.micro_batch=1",
+)
 MODEL = Model(layers=32, hidden=4096, heads=32, vocab_rows=32000, max_sequence=4096)
-JOB = Job(MODEL, sequence=4096, global_batch=64)
+JOB = Job(MODEL, sequence=4096, global_batch=64, software=MEGATRON_CORE)
 SPREAD = Strategy(shard=8, tensor=8, micro_batch=1, recompute="full")
 CLUSTER = load_cluster("h100_400g", 64)
 KERNELS = ("norm", "residual", "mlp_activation", "attention_layout", "bias")
@@ -83,10 +95,67 @@ def test_bounds_of_a_search_hold_with_it() -> None:
 
 
 def test_it_holds_for_gpus_that_it_is_learnt_on_and_for_no_machine_that_was_measured() -> None:
-    assert residual_of(load_cluster("h100_400g", 8)) == residual_of(load_cluster("selene", 8)) == LEARNT
-    assert residual_of(load_cluster("cpu_host", 1)) == residual_of(load_cluster("frontier", 8)) == Residual()
-    assert residual_of(load_cluster("cpu_host", 1), 0.9) == Residual(1.0, 0.9, 0.0)
-    assert residual_of(load_cluster("h200_400g", 8), 0.9) == Residual(LEARNT.kernels, 0.9, OWN_SPREAD)
+    assert residual_of(JOB, load_cluster("h100_400g", 8)) == residual_of(JOB, load_cluster("selene", 8)) == LEARNT
+    measured = load_cluster("cpu_host", 1)
+    assert residual_of(JOB, measured) == residual_of(JOB, load_cluster("frontier", 8)) == Residual()
+    assert residual_of(JOB, measured, 0.9) == Residual(1.0, 0.9, 0.0)
+    assert residual_of(JOB, load_cluster("h200_400g", 8), 0.9) == Residual(LEARNT.kernels, 0.9, OWN_SPREAD)
+
+
+def test_where_steps_were_judged_is_what_the_published_tables_say() -> None:
+    """Programs that a user can name, precisions and numbers of ranks; none has a mixture."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for setting in LATER:
+        named = setting.as_named()
+        for row in read_table(TABLES / f"{setting.table}.csv"):
+            job, strategy = job_of(row, named), strategy_of(row, named)
+            assert not job.model.experts
+            found.setdefault(job.software.name, []).append((job.precision, int(strategy.world_size)))
+    found.pop("internevo")  # no program that a user can name
+    told = {
+        name: JudgedSteps(
+            frozenset(precision for precision, _ in steps), min(n for _, n in steps), max(n for _, n in steps)
+        )
+        for name, steps in found.items()
+        if name in SOFTWARE
+    }
+    assert told.keys() == found.keys() and told == dict(JUDGED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "why"),
+    [
+        ({"software": PHALANX}, 64, "no published steps of phalanx"),
+        ({"software": SOFTWARE["megatron-lm-2021"]}, 64, "no published steps of megatron-lm-2021"),
+        ({"software": DEEPSPEED_ZERO3}, 64, "no published steps of deepspeed-zero3"),
+        ({"fp8": True}, 64, "no published steps of megatron-core in fp8"),
+        ({"precision": "fp32"}, 64, "no published steps of megatron-core in fp32"),
+        ({"precision": "fp16"}, 64, "no published steps of megatron-core in fp16"),
+        ({"model": replace(MODEL, experts=8)}, 64, "no published steps of mixtures of experts"),
+        ({"software": FSDP2}, 4096, "published steps of fsdp2 had 8 to 128 ranks"),
+        ({}, 2, "published steps of megatron-core had 8 to 16,384 ranks"),
+    ],
+)
+def test_outside_of_what_was_judged_the_plain_model_is_told_without_an_interval(
+    changes: dict[str, Any], devices: int, why: str
+) -> None:
+    job, cluster = replace(JOB, **changes), load_cluster("h100_400g", devices)
+    layout = replace(SPREAD, tensor=min(8, devices), shard=max(1, devices // 8))
+    job = replace(job, global_batch=max(64, devices))
+    told, plain = (predict(each, layout, cluster) for each in (job, replace(job, residual=Residual())))
+    assert told.unjudged == why and told.interval_s is None and told.step_s == plain.step_s
+    score_s = score(job, replace(layout, tensor=np.array([layout.tensor])), cluster).step_s[0]
+    assert score_s == pytest.approx(score(replace(job, residual=Residual()), layout, cluster).step_s[0])
+
+
+def test_a_config_in_fp8_says_that_it_was_not_judged() -> None:
+    layout = ("--devices", "512", "parallel.pipeline=32", "parallel.shard=16", "train.micro_batch=1")
+    words = ["--cluster", "h100_400g", "--software", "megatron-core", *layout, "train.precision=fp8"]
+    shown = _plan(*words)
+    assert "8 of 10" not in shown.output
+    assert "not judged (no published steps of megatron-core in fp8)" in " ".join(shown.output.split())
+    told = json.loads(_plan(*words, "--json").output)
+    assert told["not_judged"] == "no published steps of megatron-core in fp8" and told["step_interval_s"] is None
 
 
 def _cluster_of(folder: Path, device: str, like: str, **numbers: str) -> Cluster:
@@ -104,7 +173,7 @@ def _cluster_of(folder: Path, device: str, like: str, **numbers: str) -> Cluster
 @pytest.mark.parametrize("like", ["h100_sxm", "h200_sxm", "a100_sxm_80gb"])
 def test_a_device_is_what_its_numbers_say_not_what_its_file_is_called(like: str, tmp_path: Path) -> None:
     copied = _cluster_of(tmp_path, "ours", like, memory_bytes="85.9e9" if "h200" not in like else "141e9")
-    assert residual_of(copied) == LEARNT
+    assert residual_of(JOB, copied) == LEARNT
     if like == "h100_sxm":
         assert predict(JOB, SPREAD, copied).step_s == predict(JOB, SPREAD, CLUSTER).step_s
 
@@ -113,7 +182,7 @@ def test_a_device_is_what_its_numbers_say_not_what_its_file_is_called(like: str,
     "numbers", [{"peak_half_flops_per_s": "1500e12"}, {"memory_bytes_per_s": "2e12"}, {"memory_bytes": "96e9"}]
 )
 def test_an_invented_device_under_a_known_name_has_no_correction(numbers: dict[str, str], tmp_path: Path) -> None:
-    assert residual_of(_cluster_of(tmp_path, "h100_sxm", "h100_sxm", **numbers)) == Residual()
+    assert residual_of(JOB, _cluster_of(tmp_path, "h100_sxm", "h100_sxm", **numbers)) == Residual()
 
 
 def test_a_clusters_file_may_say_its_efficiency(tmp_path: Path) -> None:
@@ -123,8 +192,8 @@ def test_a_clusters_file_may_say_its_efficiency(tmp_path: Path) -> None:
     for kind, name in (("devices", "h100_sxm"), ("links", "h100_nvlink")):
         assert (ROOT / "phalanx/plan/hardware" / kind / f"{name}.toml").is_file()
     cluster = load_cluster(tmp_path / "mine.toml", 64)
-    assert residual_of(cluster) == Residual(LEARNT.kernels, 0.93, OWN_SPREAD)
-    assert residual_of(cluster, 0.8).efficiency == 0.8
+    assert residual_of(JOB, cluster) == Residual(LEARNT.kernels, 0.93, OWN_SPREAD)
+    assert residual_of(JOB, cluster, 0.8).efficiency == 0.8
     (tmp_path / "mine.toml").write_text(line.replace("0.93", "93") + text)
     with pytest.raises(UserError, match="efficiency_ratio = 93"):
         load_cluster(tmp_path / "mine.toml", 64)

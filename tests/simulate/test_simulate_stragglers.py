@@ -24,7 +24,7 @@ from phalanx.simulate.failure_model import (
     Work,
 )
 from phalanx.simulate.failure_simulation import simulate
-from phalanx.simulate.straggler_report import StragglerScenario, waits_by_size
+from phalanx.simulate.straggler_report import StragglerScenario, lines_of, waits_by_size
 
 MEGASCALE = Spread(slow_share=0.005, slow_excess=0.1)
 
@@ -41,6 +41,15 @@ def test_what_megascale_gained_is_what_jobs_of_some_hundred_gpus_lose() -> None:
     """0.7 points of about 55 are 1.3 %; of 32 hosts, one in seven jobs has a slow one."""
     own = waits_by_size(StragglerScenario(MEGASCALE, 256))[-1]
     assert own.gained == pytest.approx(0.7 / 55, abs=0.003)
+
+
+def test_what_finding_them_costs_is_no_gain() -> None:
+    """Restarts of an hour for hosts that come often and hold nobody up much."""
+    scenario = StragglerScenario(replace(MEGASCALE, slow_excess=0.01), 8192, restart_s=3600.0, slow_per_host_day=0.05)
+    rows = waits_by_size(scenario)
+    assert rows[-1].gained < 0
+    told = " ".join(lines_of(scenario, rows))
+    assert "finding them costs" in told and "gained" not in told and "-" not in told.split("costs")[1].split("%")[0]
 
 
 def test_runs_on_other_hosts_differ_by_whether_one_of_them_is_slow() -> None:

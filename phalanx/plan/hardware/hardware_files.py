@@ -7,6 +7,7 @@ or microseconds are refused with the file, the key and the cure. `phalanx.simula
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -164,6 +165,15 @@ def text_of(value: Any) -> str:
     return value
 
 
+_DATE = re.compile(r"\d{4}(-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?)?")
+
+
+def _date_of(value: Any, *, below: str = "") -> str:
+    if not _DATE.fullmatch(text_of(value)):
+        raise refusal("is no date", 'write it as "YYYY-MM", such as "2026-11"', value, below=below)
+    return str(value)
+
+
 def _count(value: Any) -> int:
     # To Python true is the number 1.
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MANY:
@@ -194,8 +204,8 @@ def _marked(table: Any, info: ValidationInfo) -> _Marked:
     if mark not in get_args(Mark):
         raise refusal("is no mark", f"write {_SHAPE}", mark, below="mark")
     # A number without a date cannot be looked up again; it has its own, or that of a source of [sources].
-    if date := table.get("date"):
-        source = f"{source} ({date})"
+    if "date" in table:
+        source = f"{source} ({_date_of(table['date'], below='date')})"
     elif source in (sources := cast(dict[str, str], info.context)):
         source = sources[source]
     else:
@@ -305,7 +315,7 @@ Rows = Annotated[Grid, PlainValidator(grid_of)]
 
 class _SourceText(Table):
     text: Text
-    date: Text
+    date: Annotated[str, PlainValidator(_date_of)]
 
 
 def _tables(tree: Any) -> Any:

@@ -355,6 +355,7 @@ def prediction_json(report: PredictionReport) -> dict[str, Any]:
         "step_s": prediction.step_s,
         "step_interval_s": None if prediction.interval_s is None else list(prediction.interval_s),
         "interval_share_ratio": None if prediction.interval_s is None else INTERVAL_SHARE,
+        "not_judged": prediction.unjudged or None,
         "efficiency_ratio": prediction.job.added.efficiency,
         "tokens_per_s": prediction.tokens_per_s,
         "mfu_ratio": prediction.mfu,

@@ -173,6 +173,8 @@ def _cards(report: PredictionReport) -> list[Block]:
     if prediction.interval_s:
         # The interval is that of `INTERVAL_SHARE`, 80 %.
         cards.append((" to ".join(map(seconds_text, prediction.interval_s)), "8 of 10 such steps"))
+    elif prediction.unjudged:
+        cards.append(("not judged", f"how far steps lie from it: {prediction.unjudged}"))
     cards += [(f"{prediction.tokens_per_s:,.0f}", "tokens/s"), (f"{100 * prediction.mfu:.1f} %", "MFU")]
     if report.run_s is not None:
         cards.append((days_text(report.run_s), f"{units.count(report.total_tokens)} tokens without a failure"))

@@ -197,6 +197,8 @@ def _head(report: PredictionReport, width: int) -> Iterator[Text]:
         given = prediction.job.added.spread == OWN_SPREAD
         known = "by how far steps of one program and cluster lie apart" if given else "by published steps left out"
         yield Text(wrapped(f"{INTERVAL_SHARE * 10:.0f} of 10 such steps: {low} to {high}, {known}", width))
+    elif prediction.unjudged:
+        yield Text(wrapped(f"how far steps lie from it: not judged ({prediction.unjudged})", width))
     if run := run_line(report):
         yield Text(wrapped(run, width))
     yield Text(wrapped(verdict_line(report), width), style="green" if report.fits else "bold red")

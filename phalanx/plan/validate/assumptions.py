@@ -80,12 +80,24 @@ class Setting:
     memory_ratio: float = 1.0  # rate of the memory over that of the described device
     blocking_launches: bool = False  # the host waits for the end of each kernel before it launches the next one
     publication: str = ""  # of tables that were left out: those with the same share program and machines
+    named: Software | None = None  # of the programs that a user can name the nearest one; None: `software`
     stragglers: bool = True  # ranks are unequal as the cluster's file says; else all are alike
     assumed: Mapping[str, str] = field(default_factory=dict)  # which of these are assumed, and why as they are
     # What else each open choice could be, one at a time.
     alternatives: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     # Of these the ones that were decided after a first comparison: a table's error is never reported without theirs.
     after_comparing: tuple[str, ...] = ()
+
+    def as_named(self) -> Setting:
+        """As a user says it, who can name a program and a cluster, and knows of no older kernels nor lower clocks."""
+        return replace(
+            self,
+            software=self.named or self.software,
+            attention_ratio=(1.0, 1.0),
+            clock_ratio=1.0,
+            memory_ratio=1.0,
+            blocking_launches=False,
+        )
 
 
 MEGATRON = Setting(
@@ -260,6 +272,7 @@ NEMO_GPT3 = Setting(
     title="NVIDIA DGX Cloud: GPT-3 175B on H100",
     cluster="h100_400g",
     software=replace(MEGATRON_CORE_BF16, fused_loss=False),
+    named=MEGATRON_CORE,
     precision="bf16",
     zero=1,
     tensor_overlap="chunked",
@@ -298,6 +311,7 @@ FOUNDRY_H100 = Setting(
     title="MosaicML LLM Foundry: MPT on H100",
     cluster="h100_400g",
     software=FOUNDRY,
+    named=FSDP2,
     precision="bf16",
     sequence_parallel=False,
     zero=3,
@@ -385,6 +399,7 @@ LATER: tuple[Setting, ...] = (
         table="nemo_nemotron4_340b",
         title="NVIDIA DGX Cloud: Nemotron-4 340B on H100",
         software=replace(MEGATRON_CORE_BF16, pipeline_overlap=False),
+        named=MEGATRON_CORE,
         recompute="attention",
         bucket_bytes=50_000_000,
         model=_NEMOTRON,
@@ -396,6 +411,7 @@ LATER: tuple[Setting, ...] = (
         title="Llama 3 405B",
         cluster="h100_400g",
         software=replace(MEGATRON_CORE, name="llama-3's trainer", even_stages=False),
+        named=MEGATRON_CORE,
         precision="bf16",
         zero=2,
         model=LLAMA,
@@ -448,6 +464,7 @@ LATER: tuple[Setting, ...] = (
         table="bloom_bf16",
         title="BLOOM's trials, bf16",
         software=replace(MEGATRON_DEEPSPEED, gradient_bytes=4, reduce_bytes=4),
+        named=MEGATRON_DEEPSPEED,
         precision="bf16",
         assumed={**BLOOM_FP16.assumed, "gradients": "summed and reduced in fp32"},
     ),
@@ -457,6 +474,7 @@ LATER: tuple[Setting, ...] = (
         title="Zero-bubble pipelines: their 1F1B baseline",
         cluster="selene",
         software=replace(MEGATRON_2022, even_stages=False),
+        named=MEGATRON_2022,
         precision="fp16",
         sequence_parallel=False,
         assumed={

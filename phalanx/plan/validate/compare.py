@@ -320,7 +320,8 @@ def _compared_own(
         )
         machine = cluster_of(row, setting)
         _check_batch(row, setting)
-        job = replace(job_of(row, setting), residual=replace(residual_of(machine), efficiency=1.0))
+        job = job_of(row, setting)
+        job = replace(job, residual=replace(residual_of(job, machine), efficiency=1.0))
         predicted = predict(job, strategy_of(row, setting), machine)
         fullest = max(rank.total for rank in predicted.memory)
         return Compared(row, predicted), fullest > machine.device.memory_bytes

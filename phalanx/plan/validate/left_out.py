@@ -14,14 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.types import INTERVAL_SHARE, Recompute, Residual
+from phalanx.plan.types import INTERVAL_SHARE, Job, Recompute, Residual, Strategy
 from phalanx.plan.validate.assumptions import LATER, Setting
-from phalanx.plan.validate.published import TABLES, cluster_of, job_of, published_flops, read_table, strategy_of
+from phalanx.plan.validate.published import TABLES, Row, cluster_of, job_of, published_flops, read_table, strategy_of
 
 Array = NDArray[np.float64]
 
@@ -41,15 +43,16 @@ class JudgedRows:
     publication: NDArray[np.str_]
     measured_s: Array
     predicted_s: Array  # of each row, for each of `_KERNELS`
+    named_s: Array  # likewise, as a user says it (`Setting.as_named`)
     peak_s: Array  # FLOPs as publications count them over the peak of all devices
     again: Array  # FLOPs with what is made again, over those
 
-    def log_error(self, kernels: float) -> Array:
-        """Logarithm of measured over predicted seconds of every row."""
+    def log_error(self, kernels: float, *, named: bool = False) -> Array:
+        """Logarithm of measured over predicted seconds of every row. `named`: as a user says it."""
         at = np.log(_KERNELS)
         place = int(np.clip(np.searchsorted(at, np.log(kernels)) - 1, 0, len(at) - 2))
         part = (np.log(kernels) - at[place]) / (at[place + 1] - at[place])
-        logs = np.log(self.predicted_s)
+        logs = np.log(self.named_s if named else self.predicted_s)
         found: Array = np.log(self.measured_s) - logs[place] * (1 - part) - logs[place + 1] * part
         return found
 
@@ -91,14 +94,7 @@ class Judged:
 def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> JudgedRows:
     """Every row of some tables, predicted for every value of `Residual.kernels`."""
     pairs = [(setting, row) for setting in settings for row in read_table(folder / f"{setting.table}.csv")]
-    cases = [(job_of(row, s), strategy_of(row, s), cluster_of(row, s)) for s, row in pairs]
-    predicted = [
-        [
-            predict(replace(job, residual=Residual(kernels)), strategy, machine).step_s
-            for job, strategy, machine in cases
-        ]
-        for kernels in _KERNELS
-    ]
+    cases = [_case(setting, row) for setting, row in pairs]
     peak = [
         published_flops(job) / float(strategy.world_size * machine.device.peak_flops_per_s(job.precision))
         for job, strategy, machine in cases
@@ -107,26 +103,52 @@ def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> Judge
         table=np.array([setting.table for setting, _ in pairs]),
         publication=np.array([setting.publication for setting, _ in pairs]),
         measured_s=np.array([row.step_s for _, row in pairs]),
-        predicted_s=np.array(predicted),
+        predicted_s=_predicted_s(cases),
+        named_s=_predicted_s([_case(setting.as_named(), row) for setting, row in pairs]),
         peak_s=np.array(peak),
         again=np.array([1 + _AGAIN.get(strategy.recompute, 0.0) for job, strategy, _ in cases]),
     )
 
 
+_Case: TypeAlias = tuple[Job, Strategy, Cluster]
+
+
+def _case(setting: Setting, row: Row) -> _Case:
+    return job_of(row, setting), strategy_of(row, setting), cluster_of(row, setting)
+
+
+def _predicted_s(cases: Sequence[_Case]) -> Array:
+    return np.array(
+        [
+            [
+                predict(replace(job, residual=Residual(kernels)), strategy, machine).step_s
+                for job, strategy, machine in cases
+            ]
+            for kernels in _KERNELS
+        ]
+    )
+
+
+_STUDENT = (3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397)
+"""What 80 % of draws of Student's t lie within, by degrees of freedom from 1."""
+
+
 def learn(rows: JudgedRows, among: NDArray[np.bool_] | None = None) -> Residual:
     """What the rows `among` all say: the number for which logarithms of errors are least squares, and its interval.
 
-    The interval is as wide as errors are on publications left out in turn (split conformal over publications).
+    The interval is that of one more publication whose errors are as those of these, each left out in turn, and each
+    predicted as a user says it: Student's t on the root of their mean square, every publication counting the same.
     """
     among = np.ones(len(rows.table), bool) if among is None else among
-    errors = np.full(len(rows.table), np.nan)
-    for publication in np.unique(rows.publication[among]):
+    publications = np.unique(rows.publication[among])
+    squares = []
+    for publication in publications:
         left = among & (rows.publication == publication)
-        errors[left] = rows.log_error(_kernels(rows, among & ~left))[left]
-    count = len(np.unique(rows.publication[among]))
-    level = min(INTERVAL_SHARE * (count + 1) / count, 1.0)
-    weights = rows.weights(among)
-    return Residual(_kernels(rows, among), spread=_quantile(np.abs(errors[among]), weights[among], level))
+        errors = rows.log_error(_kernels(rows, among & ~left), named=True)[left]
+        squares.append(float((errors**2).mean()))
+    count = len(publications)
+    width = _STUDENT[count - 2] * np.sqrt((1 + 1 / count) * np.mean(squares))
+    return Residual(_kernels(rows, among), spread=float(width))
 
 
 def own_spread(rows: JudgedRows) -> float:
@@ -151,6 +173,7 @@ def _judged(rows: JudgedRows, setting: Setting) -> Judged:
     apart = rows.publication != setting.publication
     with_table, with_publication = learn(rows, others), learn(rows, apart)
     left, alone = rows.log_error(with_table.kernels)[own], rows.log_error(with_publication.kernels)[own]
+    named = [np.abs(rows.log_error(each.kernels, named=True)[own]) for each in (with_table, with_publication)]
     return Judged(
         table=setting.table,
         title=setting.title,
@@ -161,8 +184,8 @@ def _judged(rows: JudgedRows, setting: Setting) -> Judged:
         learnt=_mean(left),
         signed=float((np.exp(-left) - 1).mean()),
         alone=_mean(alone),
-        inside=float((np.abs(left) <= with_table.spread).mean()),
-        inside_alone=float((np.abs(alone) <= with_publication.spread).mean()),
+        inside=float((named[0] <= with_table.spread).mean()),
+        inside_alone=float((named[1] <= with_publication.spread).mean()),
     )
 
 
