@@ -115,15 +115,28 @@ def test_what_is_no_text_is_named(tmp_path: Path, what: str, policy: str, kind: 
     assert "bad_utf8" not in str(caught.value)
 
 
-def test_russian_text_without_a_mark(tmp_path: Path) -> None:
-    """All of its bytes are letters of ASCII, so that it passes as UTF-8, with zeros at blanks and line ends alone."""
-    (tmp_path / "a.txt").write_bytes(("строка этого текста\n" * 200).encode("utf-16-be"))
-    with pytest.raises(UserError, match="is text in UTF-16BE"):
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize(
+    "line", ["строка этого текста", "这是一个很长的句子,里面没有空格" * 9, "日本語の文章です。" * 9]
+)
+def test_other_scripts_without_a_mark(tmp_path: Path, encoding: str, line: str) -> None:
+    """All bytes of Cyrillic are letters of ASCII, so that it passes as UTF-8, with zeros at blanks and line ends."""
+    (tmp_path / "a.txt").write_bytes(f"{line}\n".encode(encoding) * 200)
+    with pytest.raises(UserError, match=f"is text in {encoding.upper().replace('-', '').replace('UTF', 'UTF-')}"):
+        read(tmp_path / "a.txt", kind="text")
+
+
+@pytest.mark.parametrize(
+    "content", ["naïve café\n".encode("latin-1") * 99, "这是\n".encode("gbk") * 99, bytes(range(256)) * 9]
+)
+def test_other_encodings_of_one_byte_are_not_taken_for_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match="is not UTF-8 text at byte"):
         read(tmp_path / "a.txt", kind="text")
 
 
 def test_text_with_some_zeros_is_text(tmp_path: Path) -> None:
-    body = "a\0 b and more of it, with one zero\0 now and then\0"
+    body = "a\0 b and more of it, with one zero\0 now and then\0" + "and then no more of them" * 20
     assert read(write_text(tmp_path / "a.txt", [body]), kind="text") == [body]
 
 

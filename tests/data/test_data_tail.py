@@ -61,6 +61,7 @@ def test_masks_and_borders_move_with_the_text(tmp_path: Path, monkeypatch: pytes
     assert whole == [[*first, *second] for first, second in zip(*parts, strict=True)]
     assert len(parts[1][0]) == max(2, round(share * len(whole[0])))
     assert [sum(part[2]) for part in parts] == [split.num_documents for split in after.splits.values()]
+    assert sum(split.num_trained for split in after.splits.values()) == before.splits["train"].num_trained
     twice = hold_out_tail(after, share, least=17)
     assert [_values(split) for split in twice.splits.values()] == parts
 

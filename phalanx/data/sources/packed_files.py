@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import io
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,8 @@ def _refuse_others(path: str, kind: str | None, head: bytes) -> None:
 def _wide_encoding(head: bytes) -> str | None:
     """The encoding of text whose characters have two or four bytes, by a mark at its beginning or by its zero bytes.
 
-    Without a mark: Latin letters have zeros at every other byte, and other scripts at their blanks and line ends.
+    Without a mark: Latin letters have zeros at every other byte, and other scripts at their blanks and line ends. Where
+    these are few, as in Chinese, it must be no UTF-8, and text in that encoding.
     """
     for encoding, mark in _MARKS.items():
         if head.startswith(mark):
@@ -106,9 +108,27 @@ def _wide_encoding(head: bytes) -> str | None:
             if head[: len(head) // 4 * 4].decode(encoding):
                 return encoding
     even, odd = head[::2].count(0), head[1::2].count(0)
-    if max(even, odd) < max(2, len(head) // 40) or min(even, odd) * 10 > max(even, odd):
+    if max(even, odd) < 2:
         return None
-    return "UTF-16LE" if odd > even else "UTF-16BE"
+    if max(even, odd) >= len(head) // 40 and min(even, odd) * 10 <= max(even, odd):
+        return "UTF-16LE" if odd > even else "UTF-16BE"
+    wide = (encoding for encoding in ("UTF-16LE", "UTF-16BE") if _reads_well(head, encoding))
+    return next(wide, None) if _decoded(head, "UTF-8") is None else None
+
+
+def _decoded(head: bytes, encoding: str) -> str | None:
+    """The text of `head`, whose last character may be cut off; None: it is of another encoding."""
+    try:
+        return codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return None
+
+
+def _reads_well(head: bytes, encoding: str) -> bool:
+    """Whether it is text with blanks or line ends, without controls and without characters that nobody uses."""
+    text = _decoded(head, encoding) or ""
+    odd_ones = (c for c in text if unicodedata.category(c) in ("Cc", "Cn", "Co") and not c.isspace())
+    return (" " in text or "\n" in text) and next(odd_ones, None) is None
 
 
 def usable_bytes(path: str) -> tuple[int, str]:
