@@ -236,7 +236,9 @@ def _size_of_file(path: Path) -> int:
         vocabulary = content["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         added = [token["id"] for token in content.get("added_tokens", ())]
-        return max(max(ids, default=-1), max(added, default=-1)) + 1
+        if size := max(max(ids, default=-1), max(added, default=-1)) + 1:
+            return size
+        problem = "has no token in it"
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError):

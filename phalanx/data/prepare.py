@@ -17,7 +17,16 @@ from phalanx.core.files import folder_lock, friendly_os_errors, write_json
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig
 from phalanx.data.encoding.encode import NAMED_SKIPS, collect_splits, delete_strangers, reusable_records, unit_digests
 from phalanx.data.encoding.encoding_processes import EncodingJob, encode_all
-from phalanx.data.sources.input_files import HoldOutRule, InputFile, WorkUnit, list_files, listing_digest, plan_units
+from phalanx.data.sources.input_files import (
+    HoldOutRule,
+    InputFile,
+    WorkUnit,
+    between_characters,
+    between_words,
+    list_files,
+    listing_digest,
+    plan_units,
+)
 from phalanx.data.tokenizers.spec import TokenizerSpec, find_spec, make_spec, open_tokenizer
 from phalanx.data.tokens.foreign_tokens import token_splits
 from phalanx.data.tokens.prepared_corpus import (
@@ -127,7 +136,9 @@ def _prepare_source(
                     content = _adopt(job, files, name, report)
                 else:
                     tail = held_out if config.validation_split == "tail" and held_out < 1 else 0.0
-                    content = _encode(job, plan_units(source, files, tail), name, workers, report)
+                    cuts = open_tokenizer(spec).cuts
+                    cut = between_characters if cuts.anywhere else between_words if cuts.at_all_words else None
+                    content = _encode(job, plan_units(source, files, tail, cut), name, workers, report)
                 about = {
                     "format": FORMAT,
                     "source": source.model_dump(mode="json"),

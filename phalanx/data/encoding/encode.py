@@ -18,7 +18,7 @@ from phalanx.data.sources.documents import read_pieces, was_skipped
 from phalanx.data.sources.input_files import HoldOutRule, WorkUnit
 from phalanx.data.sources.packed_files import open_raw
 from phalanx.data.sources.text_reader import TextPiece
-from phalanx.data.tokenizers.tokenizer import IntArray, Tokenizer
+from phalanx.data.tokenizers.tokenizer import Cuts, IntArray, Tokenizer
 from phalanx.data.tokens.prepared_corpus import MANIFEST, PreparedSplit, combined_digest
 from phalanx.data.tokens.shards import NpyWriter, TokenShard, npy_writer
 
@@ -89,7 +89,8 @@ def encode_unit(
     folder: Path,
     beat: Callable[[int, int], None],
 ) -> UnitRecord:
-    """Write the token files of `unit` and then its record; memory does not depend on the size of unit or documents.
+    """Write the token files of `unit` and then its record; memory does not depend on the size of the unit, nor on that
+    of its documents, where the tokenizer lets them be cut.
 
     `beat` is called between batches with the bytes of text and the tokens made since the last call.
     """
@@ -100,7 +101,7 @@ def encode_unit(
             split: _SplitWriter(stack, folder, unit.signature, split, tokenizer, bool(source.prompt_field))
             for split in SPLITS
         }
-        for batch in _batches(_assigned(unit, source, rule, record)):
+        for batch in _batches(_joined(_assigned(unit, source, rule, record), tokenizer.cuts)):
             ids = tokenizer.encode_batch([piece.text for _, piece in batch])
             for split in SPLITS:
                 chosen = [(piece, i) for (s, piece), i in zip(batch, ids, strict=True) if s == split]
@@ -127,6 +128,24 @@ def _assigned(
             if piece.name is not None:
                 split = rule.split(piece.name, part)
             yield split, piece
+
+
+def _joined(pieces: Iterator[tuple[Split, TextPiece]], cuts: Cuts) -> Iterator[tuple[Split, TextPiece]]:
+    """Pieces of a document put together again where its text may not be cut."""
+    before: tuple[Split, TextPiece] | None = None
+    texts: list[str] = []
+    for split, piece in pieces:
+        if piece.name is None and not piece.text:
+            continue
+        if before is not None:
+            goes_on = piece.name is None and piece.trained == before[1].trained
+            if goes_on and not cuts.fit(texts[-1], piece.text):
+                texts.append(piece.text)
+                continue
+            yield before[0], before[1]._replace(text="".join(texts))
+        before, texts = (split, piece), [piece.text]
+    if before is not None:
+        yield before[0], before[1]._replace(text="".join(texts))
 
 
 def _batches(pieces: Iterator[tuple[Split, TextPiece]]) -> Iterator[list[tuple[Split, TextPiece]]]:

@@ -178,16 +178,27 @@ def listing_digest(files: Iterable[InputFile]) -> str:
     return _digest(f"{f.path}\0{f.name}\0{f.size}\0{f.mtime_ns}" for f in files)
 
 
-def plan_units(source: SourceConfig, files: list[InputFile], tail: float) -> list[WorkUnit]:
+Cut = Callable[[str, int], int]
+"""The first place at or after a byte of a file where a document can be cut."""
+between_words: Cut = partial(cut_after, words=True)
+between_characters: Cut = partial(cut_after, words=False)
+
+
+def plan_units(
+    source: SourceConfig, files: list[InputFile], tail: float, cut: Cut | None = between_words
+) -> list[WorkUnit]:
     """Cut the files into units of similar size; small files share a unit, large ones are cut where that is safe.
 
-    The cut depends on the files alone, never on the number of workers. `tail` is the share at the end of every file
-    that is held out (0: none).
+    The cut depends on files and tokenizer alone, never on the number of workers.
+
+    Args:
+        tail: share at the end of every file that is held out (0: none).
+        cut: where documents can be cut; None: nowhere.
     """
     target = min(max(sum(f.size for f in files) // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     units: list[WorkUnit] = []
     group: list[FilePart] = []
-    for part in (part for file in files for part in _parts(source, file, target, tail)):
+    for part in (part for file in files for part in _parts(source, file, target, tail, cut)):
         if group and sum(p.num_bytes for p in group) + part.num_bytes > target:
             units.append(WorkUnit(tuple(group)))
             group = []
@@ -195,7 +206,7 @@ def plan_units(source: SourceConfig, files: list[InputFile], tail: float) -> lis
     return [*units, WorkUnit(tuple(group))]
 
 
-def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> Iterator[FilePart]:
+def _parts(source: SourceConfig, file: InputFile, target: int, tail: float, cut: Cut | None) -> Iterator[FilePart]:
     whole = FilePart(file.path, file.name, 0, file.size, file.size, file.size, file.mtime_ns)
     if source.kind == "parquet":
         metadata = _open_parquet(file.path).metadata
@@ -209,9 +220,9 @@ def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> I
         if packing(file.path):
             problem, field = "cannot hold out the tail of a packed file", "data.validation_split"
             raise UserError(problem, cure="unpack it first", field=field, value=file.path)
-        border = cut_after(file.path, round(file.size * (1 - tail)), words=False)
-        yield from _ranges(replace(whole, end=border, split="train"), target, _between_words)
-        yield from _ranges(replace(whole, begin=border, split="validation"), target, _between_words)
+        border = between_characters(file.path, round(file.size * (1 - tail)))
+        yield from _ranges(replace(whole, end=border, split="train"), target, cut)
+        yield from _ranges(replace(whole, begin=border, split="validation"), target, cut)
     elif packing(file.path) or source.utf8_policy == "skip":
         yield whole
     elif source.kind == "jsonl" or (source.document_separator and not _overlaps_itself(source.document_separator)):
@@ -219,17 +230,15 @@ def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> I
     elif source.document_separator:
         yield whole
     else:
-        yield from _ranges(whole, target, _between_words)
+        yield from _ranges(whole, target, cut)
 
 
-_between_words = partial(cut_after, words=True)
-
-
-def _ranges(part: FilePart, target: int, cut: Callable[[str, int], int]) -> Iterator[FilePart]:
+def _ranges(part: FilePart, target: int, cut: Cut | None) -> Iterator[FilePart]:
     """Cut ``[begin, end)`` into about equal ranges of at most `target` bytes; those after the first are not fresh."""
     length = part.end - part.begin
     pieces = -(-length // target)
-    borders = [part.begin, *(cut(part.path, part.begin + length * k // pieces) for k in range(1, pieces)), part.end]
+    places = [part.begin + length * k // pieces for k in range(1, pieces)]
+    borders = [part.begin, *(cut(part.path, place) for place in places if cut is not None), part.end]
     for begin, end in itertools.pairwise(borders):
         end = min(end, part.end)
         if begin < end:

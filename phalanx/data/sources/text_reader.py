@@ -1,9 +1,9 @@
 """Reading text in pieces of bounded size, cut where a tokenizer cannot notice.
 
 A document of any length passes through a few hundred KiB of memory. Pieces end between a letter or digit and white
-space: the regular expressions that GPT-2, GPT-4 and Llama 3 tokenizers cut words with never make one word of the two
-sides, so the pieces' tokens put together are the whole text's tokens. Where there is no such place (text without
-spaces) a piece ends between any two characters.
+space, or behind a line's end: the regular expressions that GPT-2, GPT-4 and Llama 3 tokenizers cut words with never
+make one word of the two sides, so the pieces' tokens put together are the whole text's tokens. Where there is no such
+place (text without spaces) a piece ends between any two characters. Who may not cut there puts the pieces together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from phalanx.data.sources.packed_files import damage_of, open_bytes, open_raw
 
 PIECE_BYTES = 1 << 17
 SEARCH_BYTES = 1 << 16
-_CUT = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
+# Between a letter or digit and white space, or behind a line's end without other white space beside it, which has some
+# characters of two and three bytes.
+_CUT = re.compile(
+    rb"[A-Za-z0-9](?=[ \t\r\n])|[!-~\x80-\xff](?<!\xc2[\x85\xa0])(?<!\xe3\x80\x80)(?<!\xe1\x9a\x80)(?<!\xe2[\x80\x81].)"
+    rb"\n(?=[!-~\xc3-\xe0\xe4-\xf4]|\xe3[\x81-\xbf])"
+)
+_BESIDE_CUT_BYTES = 4  # tell whether a place is one: up to four before it, and two behind
 
 BYTE_ORDER_MARK = "\ufeff"
 """At the beginning of files that some editors write; it is no part of their text."""
@@ -34,17 +40,31 @@ class TextPiece(NamedTuple):
 
 
 def cut_after(path: str, place: int, *, words: bool) -> int:
-    """The first good place at or after byte `place` to cut a plain file: between words, else between characters."""
+    """The first place at or after byte `place` to cut a plain file: between words, or between any characters."""
     with open_raw(path) as file:
+        if words:
+            return _next_cut(file, place)
         file.seek(place)
-        window = file.read(SEARCH_BYTES)
-    found = _CUT.search(window) if words else None
-    if found:
-        return place + found.end()
+        window = file.read(3)
     count = 0  # of bytes that belong to a character that began before the window
     while count < min(3, len(window)) and 0x80 <= window[count] < 0xC0:
         count += 1
     return place + count
+
+
+def _next_cut(file: BinaryIO, place: int) -> int:
+    """The first place at or after byte `place` where words can be cut; the end of the file where there is none."""
+    begin, least, window = max(place - _BESIDE_CUT_BYTES, 0), place, b""
+    file.seek(begin)
+    while block := file.read(SEARCH_BYTES):
+        window += block
+        ends = (begin + match.end() for match in _CUT.finditer(window))
+        if (found := next((end for end in ends if end >= least), None)) is not None:
+            return found
+        # What the next block tells of: a cut shows by what lies behind it, too.
+        least = max(place, begin + len(window) - _BESIDE_CUT_BYTES // 2)
+        begin, window = begin + max(len(window) - 2 * _BESIDE_CUT_BYTES, 0), window[-2 * _BESIDE_CUT_BYTES :]
+    return begin + len(window)
 
 
 def text_pieces(file: BinaryIO, begin: int, end: int | None, check: Utf8) -> Iterator[str]:

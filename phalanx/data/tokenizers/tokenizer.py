@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +20,37 @@ IntArray = NDArray[Any]
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+WHITE = " \t\r\n"
+_TRIED = ("a", "1", ".", " ", "\n")  # what patterns of words tell apart
 _NO_TEXT = "\0\uffff"  # U+FFFF is no character
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a text can be cut, so that the tokens of its parts put together are those of the whole.
+
+    Attributes:
+        anywhere: between any two characters.
+        before: behind an ASCII letter or digit, before one of these characters of white space.
+        after_line: behind a line's end that has no other white space beside it.
+    """
+
+    anywhere: bool = False
+    before: str = ""
+    after_line: bool = False
+
+    @property
+    def at_all_words(self) -> bool:
+        """Whether that is so before all of `WHITE`, and behind lines."""
+        return self.anywhere or (set(WHITE) <= set(self.before) and self.after_line)
+
+    def fit(self, left: str, right: str) -> bool:
+        """Whether a text can be cut into `left` and `right`."""
+        if self.anywhere or not left or not right:
+            return True
+        if right[0].isspace():
+            return right[0] in self.before and left[-1].isascii() and left[-1].isalnum()
+        return self.after_line and left[-1] == "\n" and bool(left[-2:-1].strip())
 
 
 class Tokenizer(Protocol):
@@ -29,6 +62,10 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     end_of_text: int | None
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where a text can be cut into parts."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. The names of special tokens in it are taken as plain text."""
@@ -45,6 +82,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """Ids 0..255 are the bytes of UTF-8; 256 is end-of-text when there is one."""
+
+    cuts = Cuts(anywhere=True)
 
     def __init__(self, *, end_of_text: bool = True) -> None:
         self.vocab_size = 257 if end_of_text else 256
@@ -69,6 +108,8 @@ class ByteTokenizer:
 
 class CharTokenizer:
     """One id per character of `alphabet` (ascending code points), then end-of-text when there is one."""
+
+    cuts = Cuts(anywhere=True)
 
     def __init__(self, alphabet: str, *, end_of_text: bool = True) -> None:
         self.alphabet = "".join(sorted(set(alphabet)))
@@ -136,6 +177,11 @@ class LibraryTokenizer:
             self._encoder = tokenizers.Tokenizer.from_str(json.dumps(hidden))
         self._encoder.encode_special_tokens = True
 
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Found by trying: what comes before a model cuts short texts around such a place, and longer ones alike."""
+        return _find_cuts(self._tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any that the file's template would add."""
         ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
@@ -177,6 +223,8 @@ class LibraryTokenizer:
 class IdTokenizer:
     """For token files alone: ids below `vocab_size`, without text."""
 
+    cuts = Cuts(anywhere=True)
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.end_of_text: int | None = None
@@ -204,6 +252,33 @@ class IdTokenizer:
 
 def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _find_cuts(tokenizer: tokenizers.Tokenizer) -> Cuts:
+    """Where the words of two parts, which a model takes one by one, are those of the whole text.
+
+    A prefix that is added to a text, words that reach over white space, and white space that is stripped show here.
+    """
+    words, normalizer = tokenizer.pre_tokenizer, tokenizer.normalizer
+    added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
+    if words is None or any(token.rstrip or re.search(r"\S\s", token.content) for token in added):
+        return Cuts()
+
+    @cache
+    def cut(text: str) -> list[str]:
+        plain = text if normalizer is None else normalizer.normalize_str(text)
+        return [word for word, _ in words.pre_tokenize_str(plain)]
+
+    def fit(ends: Sequence[str], begins: Sequence[str]) -> bool:
+        lefts = [more + end for more in ("", *_TRIED) for end in ends]
+        rights = [begin + more for begin in begins for more in ("", *_TRIED, *pairs)]
+        return all(cut(left + right) == cut(left) + cut(right) for left in lefts for right in rights)
+
+    pairs = ["".join(pair) for pair in itertools.product(_TRIED, repeat=2)]
+    before = "".join(space for space in WHITE if fit(("a", "A", "1"), (space,)))
+    if any(token.lstrip or re.search(r"\n\S", token.content) for token in added):
+        return Cuts(before=before)
+    return Cuts(before=before, after_line=fit(("a\n", "A\n", "1\n", ".\n"), ("a", "A", "1", ".")))
 
 
 def _without_names(tree: dict[str, Any], end_of_text: str | None) -> dict[str, Any] | None:
