@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from phalanx.checkpoint.foreign.huggingface_callback import PhalanxCheckpointCallback
 from phalanx.core.config import parse_override
@@ -89,3 +89,53 @@ def train(root: str, kill_at: int, kind: str, *overrides: str) -> dict[str, Any]
     weights = [parameter.double().sum().item() for parameter in trainer.model.parameters()]
     left = [path.name for path in temporary.glob("phalanx-resume-*")]
     return {"history": history, "weights": weights, "start": callback._resumed_step, "left": left}
+
+
+def unseeded(root: str) -> list[dict[int, list[float]]]:
+    """Losses and norms by step where the order of batches is drawn with torch's generator.
+
+    Of a run that is not disturbed, of one that the Trainer itself resumes at step 4, and of those that the callback
+    resumes at 4, 8 and 12.
+    """
+    folder, losses = Path(root), []
+    torch.set_num_threads(1)
+    texts = torch.randint(0, 31, (22, 8), generator=torch.Generator().manual_seed(5))
+    rows = [{"input_ids": row, "labels": row} for row in texts]
+
+    def run(last: int, callback: PhalanxCheckpointCallback | None, resumed: str | None = None) -> None:
+        arguments = TrainingArguments(
+            output_dir=str(folder / "trainer"),
+            max_steps=16,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            eval_strategy="epoch",
+            save_strategy="no" if callback else "steps",
+            save_steps=4,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=3,
+            accelerator_config={"use_seedable_sampler": False},
+        )
+        callbacks: list[TrainerCallback] = [Kill(-last), *filter(None, [callback])]
+        set_seed(3)
+        data = {"train_dataset": rows, "eval_dataset": rows[:4]}
+        trainer = Trainer(model=made("gpt2"), args=arguments, callbacks=callbacks, **data)
+        try:
+            trainer.train(resume_from_checkpoint=callback.resume() if callback else resumed)
+        except BrokenOffError:
+            return
+        found = {row["step"]: [row["loss"], row["grad_norm"]] for row in trainer.state.log_history if "loss" in row}
+        losses.append(found)
+
+    run(0, None)
+    run(0, None, str(folder / "trainer" / "checkpoint-4"))
+    for at in (4, 8, 12):
+        given: dict[str, Any] = {"folder": folder / f"killed-{at}", "mode": "blocking", "every_steps": 4}
+        run(at + 1, PhalanxCheckpointCallback(**given))
+        again = PhalanxCheckpointCallback(**given)
+        run(0, again)
+        assert again._resumed_step == at
+    return losses

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from foreign_forks import Forks
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from phalanx.checkpoint import save_checkpoint
 
@@ -55,6 +58,42 @@ def test_killed_and_resumed_losses_are_the_same(
     assert len(undisturbed["history"]) == 16
     assert resumed["history"] == undisturbed["history"]
     assert resumed["weights"] == undisturbed["weights"]
+
+
+@pytest.mark.slow
+def test_the_order_of_batches_is_drawn_again_where_no_seed_gives_it(forks: Forks, tmp_path: Path) -> None:
+    """In the first and the second epoch, and at a border at which the Trainer evaluates."""
+    [(status, told)] = forks.run("foreign_trainer:unseeded", [str(tmp_path)], [{}])
+    assert status == 0, told
+    undisturbed, *resumed = told
+    assert len(undisturbed) == 16 and len(resumed) == 4
+    for losses in resumed:
+        assert losses == undisturbed
+
+
+@pytest.mark.parametrize(("epochs", "skipped"), [(1, 0), (2, 0), (0, 5), (1, 5), (2, 7)])
+def test_samplers_with_generators_draw_the_order_that_they_drew(epochs: int, skipped: int) -> None:
+    from phalanx.checkpoint.foreign.huggingface_callback import BatchOrder
+
+    def loader(seed: int) -> DataLoader[int]:
+        generator = torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(range(10), num_samples=13, generator=generator)
+        return DataLoader(range(10), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+
+    def batches(order: BatchOrder, loader: DataLoader[int]) -> Iterator[list[int]]:
+        order.begin(loader)
+        yield from (batch.tolist() for batch in loader)
+
+    order, first = BatchOrder(), loader(1)
+    for _ in range(epochs):
+        list(batches(order, first))
+    running = batches(order, first)
+    list(islice(running, skipped))  # of 0, the next epoch has not begun
+    again, second = BatchOrder(), loader(2)
+    again.load_state_dict(order.state_dict())
+    rest = list(running)
+    again.resume(second, is_whole=not skipped)
+    assert list(batches(again, second))[skipped:] == rest
 
 
 def test_nothing_is_left_of_a_training_that_never_began(tmp_path: Path) -> None:

@@ -135,6 +135,35 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
+class KeyedLookahead(Lookahead):
+    """Its own format has parameters as keys."""
+
+    def state_dict(self) -> Any:
+        return {"slow": self.slow, "base": self.base.state_dict()}
+
+
+class Passing(torch.optim.Optimizer):
+    """As accelerate's: passes all on, and has no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """Groups and state are those of what is inside; the average is in a list, the count in a format of its own."""
 
@@ -220,6 +249,8 @@ WRAPPERS: dict[str, Make] = {
     "sam": lambda model: Sam(model.parameters(), torch.optim.Adam, lr=0.05),
     "lookahead": lambda model: Lookahead(adam(model)),
     "lookahead of sam": lambda model: Lookahead(Sam(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)),
+    "keyed by parameters": lambda model: KeyedLookahead(adam(model)),
+    "passed on": lambda model: Passing(Lookahead(Sam(model.parameters(), torch.optim.Adam, lr=0.05))),
     "schedule-free": lambda model: ScheduleFree(adam(model)),
     "counting": lambda model: Counting(model.parameters(), Told()),
     "stateless": lambda model: Stateless(model.parameters()),

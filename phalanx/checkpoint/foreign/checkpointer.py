@@ -24,7 +24,7 @@ from phalanx.checkpoint.all_ranks import agreed
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.foreign.distributed_peers import find_peers, leave
 from phalanx.checkpoint.foreign.restore_objects import UndrawnParameters, look, put_back
-from phalanx.checkpoint.foreign.training_state import Table, TrainingState
+from phalanx.checkpoint.foreign.training_state import Collected, Table, TrainingState
 from phalanx.checkpoint.foreign.wrapped_optimizers import watched
 from phalanx.checkpoint.restoring.restore import Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
@@ -165,6 +165,7 @@ class Checkpointer:
         self._stopping = Stopping(self.config, self.peers, os.environ, time.time(), catch=stop_signals)
         self._updates = Updates(self._training.given.values(), self.before_update)
         self._table: Table = {}  # of the tensors that the ranks agreed on
+        self._found: Collected | None = None  # of the step that ends, by `_take`
         self._is_watched = False
         self._is_fenced = False
         self._step = 0
@@ -319,9 +320,12 @@ class Checkpointer:
             self._watch()  # on all ranks, also where the tensors of this one are the same
 
         def state() -> dict[str, Any]:
-            return self._training.plain(self._training.collect(), step)
+            return self._training.plain(self._found or self._training.collect(), step)
 
-        self._session.after_step(step, state, stepped=self._updates.stepped, metrics=metrics, ending=ending)
+        try:
+            self._session.after_step(step, state, stepped=self._updates.stepped, metrics=metrics, ending=ending)
+        finally:
+            self._found = None
         if not ending:
             self._session.ask(step + 1)
 
@@ -329,7 +333,8 @@ class Checkpointer:
         """Whether tensors have come, gone or changed their shapes on this rank: a parameter was updated for the first
         time, a history has grown."""
         try:
-            return self._training.collect().table != self._table
+            self._found = self._training.collect()
+            return self._found.table != self._table
         except Exception:
             return True  # and `_watch` raises it on all ranks
 
@@ -337,7 +342,7 @@ class Checkpointer:
         """Let the ranks agree on the tensors: only after a step has the optimizer all of its state."""
         agreed(self.peers, lambda: self._training.require_seen(self._training.collect()))
         self._training.reserve(lambda room: self.peers.ask_highest(room)())
-        found = self._training.collect()
+        found = self._found = self._training.collect()
         self._table = found.table
         # Beside a loop that does not call `before_update`, nothing is copied: it may change tensors at any time.
         overlap = None if self._is_fenced else False
@@ -346,7 +351,7 @@ class Checkpointer:
 
     def _present(self) -> dict[str, Tensor]:
         """The tensors of this moment; UserError: they are not those that the ranks agreed on."""
-        found = self._training.collect()
+        found = self._found or self._training.collect()
         if found.table != self._table:
             names = sorted({name for name, _ in set(found.table.items()) ^ set(self._table.items())})
             problem = f"{len(names)} tensors have come, gone or changed their shapes while a snapshot was taken"

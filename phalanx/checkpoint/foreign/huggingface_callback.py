@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
@@ -20,6 +21,8 @@ from phalanx.checkpoint.foreign.training_state import generator_tensors, set_gen
 from phalanx.core.errors import UserError
 
 _STATE = "trainer_state"
+_ORDER = "order_of_batches"
+_DEPTH = 4
 _NOTHING = "nothing.safetensors"
 
 
@@ -34,8 +37,9 @@ class PhalanxCheckpointCallback(TrainerCallback):
 
     Saved are the model, the optimizer, the scheduler, all random number generators and the trainer's state, after each
     step for which that is due. As with the Trainer's own checkpoints, a resumed run skips the batches that it has seen,
-    and goes on with the generators where they were. One process or DistributedDataParallel; the scale of fp16 is not
-    saved (bf16 needs none).
+    and goes on with the generators where they were; the order of the batches is drawn again with the generators, that
+    of the sampler among them, where they were when the epoch began. One process or DistributedDataParallel; the scale
+    of fp16 is not saved (bf16 needs none).
 
     Args:
         folder: for the checkpoints: a folder that all hosts share, or a URL that fsspec knows.
@@ -52,6 +56,8 @@ class PhalanxCheckpointCallback(TrainerCallback):
         self._awaits = ""
         self._resumed_step = 0
         self._generators: dict[str, Tensor] = {}
+        self._knows_order = False
+        self._order = BatchOrder()
         self._trainer_state = _TrainerState()
 
     def resume(self) -> str | None:
@@ -67,6 +73,7 @@ class PhalanxCheckpointCallback(TrainerCallback):
         if state is None:
             return None
         self._resumed_step = int(state["global_step"])
+        self._knows_order = f"extra.{_ORDER}" in saved["objects"]  # earlier versions did not save it
         self._remove_resume_folder()
         folder = Path(tempfile.mkdtemp(prefix="phalanx-resume-"))
         self._remove_resume_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -101,6 +108,8 @@ class PhalanxCheckpointCallback(TrainerCallback):
         self._checkpoints.add(model=about["model"], optimizer=optimizer, extra=extra)
         if not self._resumed_step:
             return
+        if self._knows_order:
+            self._checkpoints.extra[_ORDER] = self._order
         step = self._checkpoints.restore()
         if step != self._resumed_step or state.global_step != step:
             problem = f"the Trainer resumes at step {state.global_step}, but the newest good state is of step {step}"
@@ -108,9 +117,16 @@ class PhalanxCheckpointCallback(TrainerCallback):
         self._generators = {name: tensor.clone() for name, tensor in generator_tensors().items()}
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
-        """A resumed epoch that is new draws the order of its batches next."""
-        if float(state.epoch).is_integer():
-            self._set_generators()
+        """The order of an epoch's batches is drawn next: once more, if the epoch is resumed in its middle."""
+        self._take_awaited(state, control)
+        self._checkpoints.extra[_ORDER] = self._order
+        if self._generators:
+            is_whole = args.ignore_data_skip or float(state.epoch).is_integer()
+            if self._knows_order:
+                self._order.resume(about["train_dataloader"], is_whole=is_whole)
+            if is_whole:
+                self._set_generators()
+        self._order.begin(about["train_dataloader"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """The batches of an epoch that is resumed in its middle have been skipped."""
@@ -119,7 +135,13 @@ class PhalanxCheckpointCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """A step is done; what is logged and evaluated after it belongs to its checkpoint."""
-        self._awaits = "evaluate" if control.should_evaluate else "log" if control.should_log else ""
+        # What the strategy "epoch" asks for is asked for when this has returned.
+        ends = float(state.epoch).is_integer()
+        evaluates = ends and args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
+        logs = ends and args.logging_strategy == "epoch"
+        self._awaits = (
+            "evaluate" if control.should_evaluate or evaluates else "log" if control.should_log or logs else ""
+        )
         if not self._awaits:
             self._take(state, control)
 
@@ -172,6 +194,52 @@ class PhalanxCheckpointCallback(TrainerCallback):
     def _set_generators(self) -> None:
         set_generators(self._generators)
         self._generators = {}
+
+
+class BatchOrder:
+    """From what the order of the batches of an epoch is drawn: the generators where it began, and those that the loader
+    and its samplers have by themselves also where they are now."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._began: dict[str, Tensor] = {}
+        self._saved: dict[str, dict[str, Tensor]] = {}
+
+    def begin(self, loader: Any) -> None:
+        """An epoch begins, and its order is drawn next."""
+        self._loader = loader
+        self._began = {name: tensor.clone() for name, tensor in generator_tensors().items()} | self._now()
+
+    def resume(self, loader: Any, *, is_whole: bool) -> None:
+        """An epoch that is resumed begins. Where its first batches are skipped, it is drawn as it was; else
+        (`is_whole`) its order is new."""
+        saved = self._saved["now" if is_whole else "began"]
+        set_generators(saved)
+        for name, generator in _generators(loader).items():
+            if name in saved:
+                generator.set_state(saved[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by name, of both moments."""
+        return {"began": self._began, "now": self._now()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """For `resume`."""
+        self._saved = state
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: generator.get_state() for name, generator in _generators(self._loader).items()}
+
+
+def _generators(part: Any, name: str = "loader") -> dict[str, torch.Generator]:
+    """Those of a loader, and of its samplers and what these wrap, by name."""
+    if part is None or name.count(".") > _DEPTH:
+        return {}
+    own = getattr(part, "generator", None)
+    found = {f"{name}.generator": own} if isinstance(own, torch.Generator) else {}
+    for each in ("batch_sampler", "sampler"):
+        found |= _generators(getattr(part, each, None), f"{name}.{each}")
+    return found
 
 
 class _TrainerState:

@@ -142,7 +142,8 @@ def _with_other_ranks(opened: Opened) -> dict[str, Any]:
         other = json.loads(blob.numpy().tobytes())
         tensors = {**other["tensors"], **tensors}
         for key in kept:
-            trees[key] = {**trees[key], "state": {**other["objects"][key]["state"], **trees[key]["state"]}}
+            states = other["objects"].get(key, {}).get("state", {})
+            trees[key] = {**trees[key], "state": {**states, **trees[key]["state"]}}
     return {**state, "objects": trees, "tensors": tensors}
 
 
@@ -248,7 +249,7 @@ class Putting:
     def _values(self) -> dict[str, Any]:
         extra = self._training.extra.items()
         given = {f"extra.{name}": value for name, value in extra if not isinstance(value, nn.Module)}
-        own: dict[str, Any] = {f"{key}.own": optimizer for key, optimizer in self._training.optimizers.items()}
+        own: dict[str, Any] = {f"{key}.own": optimizer for key, optimizer in self._training.members.items()}
         own |= {f"{key}.attributes": attributes for key, attributes in self._training.attributes.items()}
         return {**{path: value for path, value in own.items() if path in self.trees}, **given}
 

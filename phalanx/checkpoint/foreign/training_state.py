@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from phalanx.checkpoint.foreign import named_state
 from phalanx.checkpoint.foreign.named_state import require_savable
-from phalanx.checkpoint.foreign.wrapped_optimizers import Attributes, own_state, parts
+from phalanx.checkpoint.foreign.wrapped_optimizers import Attributes, holders, own_state, parts
 from phalanx.checkpoint.format.shard_plan import Role
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Axis, Shard
@@ -165,7 +165,8 @@ class TrainingState:
     def __init__(self, model: Any, optimizer: Any, extra: dict[str, Any] | None, rank: int, world_size: int) -> None:
         self.models: dict[str, nn.Module] = {}
         self.given: dict[str, Optimizer] = {}
-        self.optimizers: dict[str, Optimizer] = {}  # those given and those inside them
+        self.members: dict[str, Optimizer] = {}  # those given and those inside them
+        self.optimizers: dict[str, Optimizer] = {}  # those of them that have a state
         self.attributes: dict[str, Attributes] = {}
         self.extra = {} if extra is None else extra
         self.add(model, optimizer, {})
@@ -182,8 +183,9 @@ class TrainingState:
         self.models |= _named(model, "model", nn.Module)
         self.given |= _named(optimizer, "optimizer", Optimizer)
         for key, given in self.given.items():
-            self.optimizers |= parts(key, given)
-        for key, each in self.optimizers.items():
+            self.members |= parts(key, given)
+        self.optimizers = holders(self.members)
+        for key, each in self.members.items():
             if key not in self.attributes:
                 self.attributes[key] = Attributes(each, lambda: named_state.parameter_names(self.models))
         self.extra.update(extra)
@@ -198,8 +200,15 @@ class TrainingState:
         names = named_state.parameter_names(self.models)
         for key, model in self.models.items():
             found.trees[key] = _collect_model(key, model, found)
-        for key, optimizer in self.optimizers.items():
-            self._collect_optimizer(key, optimizer, names, found)
+        for key, member in self.members.items():
+            own = own_state(member)
+            if own is not None:
+                self._collect_value(f"{key}.own", own, found)
+                continue
+            if attributes := self.attributes[key].state_dict():
+                self._collect_value(f"{key}.attributes", attributes, found)
+            if key in self.optimizers:
+                self._collect_optimizer(key, self.optimizers[key], names, found)
         for name, value in self.extra.items():
             path = f"extra.{name}"
             if isinstance(value, nn.Module):
@@ -212,17 +221,10 @@ class TrainingState:
         return found
 
     def _collect_optimizer(self, key: str, optimizer: Optimizer, names: Mapping[Tensor, str], found: Collected) -> None:
-        if attributes := self.attributes[key].state_dict():
-            self._collect_value(f"{key}.attributes", attributes, found)
-        own = own_state(optimizer)
-        if (
-            own is None
-            and key not in self.given
-            and any(p not in names for g in optimizer.param_groups for p in g["params"])
-        ):
-            own = optimizer.state_dict()  # of copies of parameters, in fp32 for example
-        if own is not None:
-            self._collect_value(f"{key}.own", own, found)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if key not in self.given and any(parameter not in names for parameter in parameters):
+            # Of copies of parameters, in fp32 for example.
+            self._collect_value(f"{key}.own", optimizer.state_dict(), found)
             return
         tensors: dict[str, Tensor] = {}
         tree = named_state.optimizer_tree(optimizer, names, key)
@@ -237,7 +239,7 @@ class TrainingState:
     def require_seen(self, found: Collected) -> None:
         """Raise UserError for an optimizer of which no state was found, though it has some where nobody can save it."""
         for key in self.given:
-            inner = [path for path in self.optimizers if path == key or path.startswith(f"{key}.")]
+            inner = [path for path in self.members if path == key or path.startswith(f"{key}.")]
             trees = [found.trees[path] for path in inner if path in found.trees]
             others = [path for path in found.trees if path.startswith((f"{key}.own", f"{key}.attributes"))]
             if others or any(tree["state"] or "others" in tree for tree in trees):

@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from phalanx.checkpoint.foreign.named_state import flatten, require_savable
@@ -26,31 +28,51 @@ _DEPTH = 3
 
 def parts(key: str, optimizer: Optimizer) -> dict[str, Optimizer]:
     """The optimizer and those inside it, by name: ``optimizer``, ``optimizer.base_optimizer``."""
-    if own_state(optimizer) is not None:
-        return {key: optimizer}
-    found = {key: optimizer}
-    for path, inner in _inside(key, vars(optimizer)):
-        within = parts(path, inner)
-        if inner.state is optimizer.state:  # a wrapper that only passes calls on
-            del within[path]
-        found |= {path: each for path, each in within.items() if all(each is not other for other in found.values())}
+    found: dict[str, Optimizer] = {}
+    own: list[str] = []  # whose own format holds what is inside
+    for path, each in _family(key, optimizer):
+        if not path.startswith(tuple(own)):
+            found[path] = each
+            if own_state(each) is not None:
+                own.append(f"{path}.")
     return found
 
 
-def _inside(path: str, holder: Any) -> Iterator[tuple[str, Optimizer]]:
-    items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-    for name, value in items:
+def holders(members: Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    """Of `parts`, those that have a state, each under the name of the first that gives it for its own."""
+    found: dict[str, Optimizer] = {}
+    for path, each in members.items():
+        name = next((name for name, other in found.items() if other.state is each.state), path)
+        if name == path or "state" in vars(each):
+            found[name] = each
+    return found
+
+
+def _family(path: str, optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+    """The optimizer and all that are inside it, each once, after what it is in."""
+    found = [(path, optimizer)]
+    for outer, each in found:  # which grows
+        found += [(p, o) for p, o in _inside(outer, each) if all(o is not other for _, other in found)]
+    return found
+
+
+def _inside(path: str, optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+    """Those that are attributes of it, or in lists, tuples and dicts that are."""
+    found = []
+    for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
-            yield f"{path}.{name}", value
+            found.append((f"{path}.{name}", value))
         elif isinstance(value, list | tuple | dict) and name not in _OF_TORCH:
-            yield from ((p, o) for p, o in _inside(f"{path}.{name}", value) if isinstance(name, str | int))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            found += [(f"{path}.{name}.{each}", item) for each, item in items if isinstance(item, Optimizer)]
+    return found
 
 
 def watched(optimizer: Optimizer) -> list[Optimizer]:
     """Those that call hooks in `step`: it, or those inside where it was made without `Optimizer.__init__`."""
     if "_optimizer_step_pre_hooks" in vars(optimizer):
         return [optimizer]
-    return [each for _, inner in _inside("", vars(optimizer)) for each in watched(inner)]
+    return [each for _, inner in _inside("", optimizer) for each in watched(inner)]
 
 
 def own_state(optimizer: Optimizer) -> dict[str, Any] | None:
@@ -58,10 +80,13 @@ def own_state(optimizer: Optimizer) -> dict[str, Any] | None:
     kind = type(optimizer)
     if kind.state_dict is Optimizer.state_dict or _is_zero(optimizer):
         return None
-    given = optimizer.state_dict()
+    try:
+        given = optimizer.state_dict()
+        flatten(given, "", {})
+    except (UserError, RuntimeError):
+        return None  # it has to be gathered first, or has parameters as keys; its parts are saved by name
     if set(given) == {"state", "param_groups"}:
-        seen = [optimizer, *(inner for _, inner in _inside("", vars(optimizer)))]
-        known = {id(state) for each in seen for state in each.state.values()}
+        known = {id(state) for _, each in _family("", optimizer) for state in each.state.values()}
         if all(id(state) in known for state in given["state"].values()):
             return None
     return given
@@ -79,7 +104,7 @@ class Attributes:
     def __init__(self, optimizer: Optimizer, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._optimizer, self._names = optimizer, names
         self._loaded: set[str] = set()
-        self._first = self._plain()
+        self._first = {name: value for name, value in self._plain().items() if not _has_tensors(value)}
 
     def state_dict(self) -> dict[str, Any]:
         """By name of the attribute; empty: there is no such state."""
@@ -116,23 +141,28 @@ class Attributes:
         optimizer, names = self._optimizer, self._names()
         if type(optimizer).__module__.startswith("torch.optim.") or _is_zero(optimizer):
             return {}
+        views = {_memory(tensor) for p in names for tensor in (p, p.grad) if tensor is not None} - {0}
         found = {}
         for name, value in vars(optimizer).items():
-            if name in _OF_TORCH or name.startswith("_optimizer_"):
+            # A flag such as `is_initialized` tells of what is made in the first step, and that is made again.
+            if name in _OF_TORCH or name.startswith("_optimizer_") or isinstance(value, bool):
                 continue
             try:
-                plain, tensors = _named(value, names), dict[str, Tensor]()
+                tensors: dict[str, Tensor] = {}
+                plain = _named(value, names)
                 flatten(plain, name, tensors)
                 for path, tensor in tensors.items():
                     require_savable(path, tensor)
-            except (UserError, _NotPlainError, RecursionError):
-                continue
-            found[name] = plain
+            except Exception:
+                continue  # a function, a process group, what contains itself
+            if not any(_memory(tensor) in views for tensor in tensors.values()):
+                found[name] = plain
         return found
 
 
-class _NotPlainError(Exception):
-    pass
+def _memory(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr() if local.layout == torch.strided else 0
 
 
 def _reference(name: str) -> str:
@@ -143,7 +173,7 @@ def _named(value: Any, names: Mapping[Tensor, str]) -> Any:
     """A copy of the containers of `value`, with names for parameters."""
     if isinstance(value, Tensor):
         return _reference(names[value]) if value in names else value
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic):
         return value
     if isinstance(value, list | tuple | deque):
         return [_named(item, names) for item in value]
@@ -155,13 +185,13 @@ def _named(value: Any, names: Mapping[Tensor, str]) -> Any:
         )
         if not is_seen:
             return _named(dict(value.state_dict()), names)
-    raise _NotPlainError
+    raise TypeError(type(value))
 
 
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, list | dict):
         return any(_has_tensors(item) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor | np.ndarray)
 
 
 def _put(current: Any, saved: Any, parameters: Mapping[str, Tensor], device: torch.device | None) -> Any:
@@ -179,7 +209,7 @@ def _put(current: Any, saved: Any, parameters: Mapping[str, Tensor], device: tor
         return parameters.get(saved, saved)
     if isinstance(saved, dict):
         if not isinstance(current, dict) and hasattr(current, "load_state_dict"):
-            current.load_state_dict(saved)
+            current.load_state_dict(put(None, saved))
             return current
         pairs = [(put(None, key), value) for key, value in saved.items()]
         old = dict(current) if isinstance(current, dict) else {}
