@@ -185,6 +185,13 @@ def test_a_limit_of_files_that_is_too_low_is_said_before_anything_is_made(
     assert not (tmp_path / "runs").exists() and not started
 
 
+def test_a_path_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "phalanx", "run", "é.py"]
+    shown = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, check=False)
+    assert shown.returncode == 2 and "there is no such file" in shown.stderr.decode(), shown
+
+
 def test_a_character_that_the_terminal_does_not_have_is_no_reason_to_fail() -> None:
     program = "from phalanx.cli.main import _stdout\nwith _stdout():\n    print('ranks 0' + chr(8211) + '1')"
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
