@@ -83,10 +83,19 @@ class _Output(io.FileIO):
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point: a `UserError` becomes one line on stderr and exit status 2, a Ctrl-C status 130."""
+    if arguments is None:
+        _read_utf8()
     yield_idle_cores()
     with _stdout():
         status = _status_of(arguments)
     raise status if isinstance(status, SystemExit) else SystemExit(status)
+
+
+def _read_utf8() -> None:
+    """Begin again in Python's UTF-8 mode where it takes names of files for ASCII: good paths would be refused."""
+    # A rank is a process that somebody else has made, and its program may have been given otherwise.
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1" and "RANK" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 
 
 def _status_of(arguments: list[str] | None) -> int | SystemExit:

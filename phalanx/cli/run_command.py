@@ -17,6 +17,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("phalanx.cli.run_orders:stop", "End a job; asked again, at once."),
     "drain": ("phalanx.cli.run_orders:drain", "Let a host leave as soon as another can take its place."),
     "evict": ("phalanx.cli.run_orders:evict", "Let a host leave at once, and not come back."),
+    "clean": ("phalanx.cli.run_orders:clean", "Take away what killed processes have left on this host."),
     "return": ("phalanx.cli.run_orders:give_back", "Let an evicted host come back, or a draining one stay."),
 }
 

@@ -33,6 +33,7 @@ from phalanx.run.job_folder import (
     supervisor_of,
     write_card,
 )
+from phalanx.run.left_behind import clear_left
 from phalanx.run.secrets import read_token
 
 RUNS = Path("runs")
@@ -194,6 +195,15 @@ def evict(host: str, folder: Path | None) -> None:
 def give_back(host: str, folder: Path | None) -> None:
     """Let an evicted HOST come back, or a draining one stay."""
     _order("return", host, folder)
+
+
+@click.command()
+def clean() -> None:
+    """Take away what killed processes of this user have left on this host; what lives stays."""
+    for path in (gone := clear_left(kept_s=60.0)):
+        click.echo(f"removed {path}")
+    if not gone:
+        click.echo("nothing was left")
 
 
 def _order(what: str, host: str, folder: Path | None) -> None:

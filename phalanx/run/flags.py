@@ -272,7 +272,7 @@ class Training(NamedTuple):
         if self.folder:
             return True
         with suppress(OSError, ValueError, AttributeError):
-            found = tomllib.loads((Path(working_folder or ".") / self.config).read_text("utf-8-sig"))
+            found = tomllib.loads((Path(working_folder or ".") / self.config).read_text(encoding="utf-8-sig"))
             return bool(found.get("run", {}).get("folder"))
         return False
 

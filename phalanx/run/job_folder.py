@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Literal
@@ -20,12 +21,14 @@ import msgspec
 import psutil
 
 from phalanx.core.errors import UserError
-from phalanx.core.files import fsync_folder, write_bytes
+from phalanx.core.files import digest, fsync_folder, make_private, write_bytes
 from phalanx.ipc.processes import Identity, identity_of
 from phalanx.run.config import RunConfig
 from phalanx.run.secrets import scrub_arguments, scrub_text
 
 NAME = "job.json"
+
+_MOST_SOCKET_BYTES = 107
 
 Life = Literal["lives", "dead", "elsewhere"]
 
@@ -46,6 +49,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "local"
     command: list[str] = []
     http: str = ""  # URL of the interface for people; empty: none yet
+    local: str = ""  # its Unix socket, for this user's commands on `driver_host`; empty: there is none
     certificate: str = ""  # `certificate`, `authority`: to check its certificate; empty: no TLS
     authority: str = ""
     status: int | None = None  # `status`, `ended`: how the job has ended, and why; None: it has not
@@ -89,6 +93,13 @@ def card_of_this_process(config: RunConfig, folder: Path, unix_s: float) -> Card
         certificate=str(Path(config.tls.certificate).absolute()) if config.tls.certificate else "",
         authority=str(Path(config.tls.authority).absolute()) if config.tls.authority else "",
     )
+
+
+def local_socket(folder: Path) -> Path | None:
+    """Where the driver of this run folder listens for commands on its host; None: nowhere is safe from other users."""
+    private = Path(tempfile.gettempdir()) / f"phalanx-{os.geteuid()}"
+    path = private / f"driver-{digest(str(folder.absolute()))[:16]}"
+    return path if make_private(private) and len(os.fsencode(path)) <= _MOST_SOCKET_BYTES else None
 
 
 def write_card(folder: Path, card: Card) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from click.testing import CliRunner
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
 from phalanx.ipc.processes import Identity, identity_of
+from phalanx.run.config import RunConfig
+from phalanx.run.drive.main import watching
 from phalanx.run.job_folder import Card, write_card
 
 
@@ -164,6 +167,29 @@ def test_a_script_that_is_none(started: list[str], tmp_path: Path) -> None:
     assert "there is no such file" in refused("no.py").problem
     assert "is a folder" in refused("a folder").problem
     assert not (tmp_path / "runs").exists() and not started
+
+
+def test_a_folder_with_a_main_is_a_script_as_for_python(started: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a folder" / "__main__.py").touch()
+    CliRunner().invoke(group, ["run", "a folder"], catch_exceptions=False)
+    assert started == ["a folder"]
+    config = RunConfig(script="a folder", arguments=("--lr", "1"), working_folder=str(tmp_path))
+    assert watching(config).versions[""].script == ["a folder/__main__.py", "--lr", "1"]
+
+
+def test_a_limit_of_files_that_is_too_low_is_said_before_anything_is_made(
+    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    assert "only 64 files" in refused("t.py").problem
+    assert not (tmp_path / "runs").exists() and not started
+
+
+def test_a_path_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "phalanx", "run", "é.py"]
+    shown = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, check=False)
+    assert shown.returncode == 2 and "there is no such file" in shown.stderr.decode(), shown
 
 
 def test_a_character_that_the_terminal_does_not_have_is_no_reason_to_fail() -> None:

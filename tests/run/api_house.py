@@ -86,7 +86,9 @@ def make_town(folder: Path, hosts: int = 3) -> HubTown:
 
 
 @contextmanager
-def open_house(folder: Path, hosts: int = 3, tls: ssl.SSLContext | None = None, **guard: float) -> Iterator[House]:
+def open_house(
+    folder: Path, hosts: int = 3, tls: ssl.SSLContext | None = None, local: Path | None = None, **guard: float
+) -> Iterator[House]:
     """A job that runs, and its interface."""
     folder.mkdir(parents=True, exist_ok=True)
     token = ensure_token(folder / "secret" / "token")
@@ -100,7 +102,7 @@ def open_house(folder: Path, hosts: int = 3, tls: ssl.SSLContext | None = None, 
         setattr(app, f"_{name}", value)
 
     async def enter() -> HttpServer:
-        return await HttpServer(app, Address("127.0.0.1", 0), None, tls).__aenter__()
+        return await HttpServer(app, Address("127.0.0.1", 0), None, tls, local).__aenter__()
 
     server = asyncio.run_coroutine_threadsafe(enter(), loop).result(GUARD_S)
     try:

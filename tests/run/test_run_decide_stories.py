@@ -14,8 +14,9 @@ from phalanx.run.clock import Now
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import decide
+from phalanx.run.decide.escalation import text_of
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.state import initial
+from phalanx.run.decide.state import Failure, initial
 from phalanx.run.driver.job_status import Known, overview
 from phalanx.run.incidents.report import Incident, after
 
@@ -121,6 +122,12 @@ def test_the_incident_says_what_was_seen_and_decided_and_how_long_each_phase_too
     assert 0 <= close.lost_steps < 50 and close.lost_steps == close.from_step - close.to_step
     assert (close.result, close.status) == ("recovered", -1)
     assert opened[0].where == act.Where("b", 3, close.from_step)
+
+
+def test_last_lines_of_ranks_that_left_with_one_status_may_differ() -> None:
+    said = [Failure(0, "status", "process", f"returned exit status {code}{ev.LAST_LINE}{line}") for code, line in
+            ((1, "no data on /disk/a"), (1, "gone"))]  # fmt: skip
+    assert text_of(said[0]) == text_of(said[1])
 
 
 def test_a_script_that_starts_over_is_told_so_loudly_with_what_to_do() -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.run.executor.page_folder import PREFIX, clear_left, page_folder
+from phalanx.run.executor.page_folder import PREFIX, clear_left_pages, page_folder
 
 _OWNER = """
 import sys
@@ -53,5 +53,5 @@ def test_what_is_not_ours_to_judge_stays(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "owner").touch()
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "elsewhere")
-    clear_left(tmp_path)
+    assert list(clear_left_pages(tmp_path)) == []
     assert len(list(tmp_path.iterdir())) == 4 and (tmp_path / "elsewhere" / "owner").exists()

@@ -17,6 +17,7 @@ import pytest
 from phalanx.launch.user_script import Script
 from phalanx.launch.warm_template import AttemptReport, WarmTemplate
 from phalanx.run import messages
+from phalanx.run.decide.events import LAST_LINE
 from phalanx.run.executor.workers import Workers
 from phalanx.run.logs.log_files import RankLog, last_lines
 from phalanx.run.logs.log_lines import Tails
@@ -41,7 +42,7 @@ if what == "raise" and rank == 3:
 if what == "shout" and rank == 3:
     raise ValueError(chr(0xDC80) + "x" * 3_000_000)
 if what == "exit":
-    sys.exit(3 * (rank % 2))
+    sys.exit("no data at step 7" if rank % 2 else 0)
 if what == "return":
     sys.exit()
 time.sleep(600)
@@ -198,11 +199,13 @@ async def raised(host: Host) -> None:
 
 
 async def left(host: Host) -> None:
-    for attempt, what, status in ((6, "exit", 3), (7, "return", 0)):
+    for attempt, what, status in ((6, "exit", 1), (7, "return", 0)):
         await host.start(attempt, what)
         await host.until_over(2, 3)
         told = [(host.ended[rank].attempt, host.ended[rank].code, host.ended[rank].kind) for rank in (2, 3)]
         assert told == [(attempt, 0, "returned"), (attempt, status, "returned")]
+        about = f"returned exit status 1{LAST_LINE}no data at step 7" if status else ""
+        assert host.ended[3].summary == about
 
 
 async def template_killed(host: Host) -> None:

@@ -87,9 +87,9 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
     Raises:
         KeeperLostError: it could not be started. OSError: nothing can be written to the folder of `address`.
     """
-    lock = os.open(lock_of(address), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    clear_left_keepers(address.parent)
+    lock = _held(lock_of(address))
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         if _stays(address):
             return
         address.unlink(missing_ok=True)
@@ -100,6 +100,28 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
             _start(address, listener, ttl_s, dict(os.environ if environ is None else environ))
     finally:
         os.close(lock)
+
+
+def clear_left_keepers(folder: Path) -> list[Path]:
+    """Take away what keepers in `folder` that live no more have left there; returns that. Their last words stay."""
+    gone = []
+    for path in folder.glob("keeper-*.lock"):
+        address = path.with_suffix("")
+        with suppress(OSError), os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not is_listening(address):
+                forget(address)
+                gone.append(path)
+    return gone
+
+
+def forget(address: Path) -> None:
+    """Take away what is left of a keeper that has ended; for who holds its lock."""
+    address.unlink(missing_ok=True)
+    with suppress(OSError):
+        if not log_of(address).stat().st_size:
+            log_of(address).unlink()
+    lock_of(address).unlink(missing_ok=True)
 
 
 def prepare_keeper(destination_url: str, *, ttl_s: float = TTL_S) -> threading.Thread:
@@ -173,6 +195,17 @@ def lock_of(address: Path) -> Path:
 def log_of(address: Path) -> Path:
     """What the keeper has written to stderr."""
     return address.with_name(f"{address.name}.log")
+
+
+def _held(path: Path) -> int:
+    """The descriptor of the lock at `path`, held; it may be taken away together with what has ended."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(lock).st_ino:
+                return lock
+        os.close(lock)
 
 
 def _stays(address: Path) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpoint.keeper.keeper_server import KeeperServer
-from phalanx.checkpoint.keeper.keeper_start import host_name, lock_of
+from phalanx.checkpoint.keeper.keeper_start import forget, host_name, lock_of
 from phalanx.checkpoint.keeper.snapshot_stages import KeeperServices
 from phalanx.checkpoint.keeper_contract import Replicated
 from phalanx.checkpoint.snapshot_slots import SnapshotMemory
@@ -120,3 +120,7 @@ def _serve(address: Path, listener: socket.socket, ready_fd: int, ttl_s: float) 
         server.run()
     finally:
         give_up_address()
+        with suppress(OSError):  # else somebody is about to start another
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not address.exists():
+                forget(address)

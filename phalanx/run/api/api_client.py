@@ -7,6 +7,7 @@ was started again is found; or they are given, where its run folder cannot be se
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -32,11 +33,15 @@ Body = TypeVar("Body")
 
 @dataclass(frozen=True)
 class _Reach:
-    """Where a driver is, its token, and how its certificate is checked (False: it is on loopback, without one)."""
+    """Where a driver is, its token, and how its certificate is checked (False: it is on loopback, without one).
+
+    `local`: the Unix socket that leads there instead; empty: none does.
+    """
 
     url: str
     token: Token
     verify: ssl.SSLContext | bool
+    local: str = ""
 
 
 class Client:
@@ -162,6 +167,7 @@ class Client:
             base_url=reach.url,
             headers={"Authorization": reach.token.header()},
             verify=reach.verify,
+            transport=httpx.AsyncHTTPTransport(uds=reach.local, verify=False) if reach.local else None,
             trust_env=False,
             timeout=_ANSWER_S,
         )
@@ -172,6 +178,9 @@ def _reach_of_folder(folder: Path) -> _Reach:
     card = read_card(folder)
     if card is None or not card.http:
         raise ConnectionError("the driver has not said yet where it can be reached")
+    # On its host nobody else can listen to what passes through this.
+    if card.local and card.driver_host == socket.gethostname() and Path(card.local).is_socket():
+        return _Reach("http://localhost", read_token(card.token_path(folder)), False, card.local)
     # The driver's certificate is checked by the authority of the job, or by the certificate itself. Without one it
     # is on loopback, without TLS: see run.http.
     verify: ssl.SSLContext | bool = False

@@ -39,7 +39,7 @@ from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.incidents.incident_pages import listed, load, to_markdown
 from phalanx.run.incidents.report import Incident
-from phalanx.run.job_folder import card_of_this_process, write_card
+from phalanx.run.job_folder import card_of_this_process, local_socket, write_card
 from phalanx.run.reports.job_page import incident_page, page
 from phalanx.run.reports.recent_events import SHOWN_HOSTS, Hub
 from phalanx.run.secrets import TlsFiles, Token, read_token, server_context
@@ -367,7 +367,7 @@ async def serve_job(
     wanted, before = Address(host.strip("[]"), int(port)), None
     with contextlib.suppress(OSError, UserError, IndexError):
         before = parse(published(folder / ADDRESS)()[0])  # an earlier driver of this job listened there
-    async with HttpServer(make_app(job, token), wanted, before, tls) as server:
+    async with HttpServer(make_app(job, token), wanted, before, tls, local_socket(folder)) as server:
         publish(folder / ADDRESS, server.address)
         # A server that listens everywhere is found by the name of this machine.
         here = server.address.host
@@ -375,7 +375,7 @@ async def serve_job(
         if is_loopback(name) and name != here:
             name = "127.0.0.1"
         url = f"{'http' if tls is None else 'https'}://{Address(name, server.address.port)}"
-        card = msgspec.structs.replace(card, http=url)
+        card = msgspec.structs.replace(card, http=url, local="" if server.local is None else str(server.local))
         write_card(folder, card)
         try:
             yield

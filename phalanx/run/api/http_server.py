@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import uvicorn
@@ -24,6 +27,8 @@ from phalanx.core.errors import UserError
 from phalanx.run.api.guard import Guard, Scope
 from phalanx.run.wire.arrivals import Arrivals, ArrivingConnection, Turns
 from phalanx.run.wire.driver_address import Address, bound
+
+_log = logging.getLogger(__name__)
 
 MOST_STRANGERS = 256  # connections that were heard and have not shown the token: the oldest goes for another
 HEADERS_S = 5.0
@@ -130,14 +135,71 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _LocalSocket:
+    """Listens at a path; no other user can connect."""
+
+    def __init__(self, path: Path, listening: socket.socket) -> None:
+        self.path, self._socket, self._inode = path, listening, path.stat().st_ino
+        self._server: asyncio.Server | None = None
+
+    @classmethod
+    def bound_to(cls, path: Path) -> _LocalSocket | None:
+        """In the place of what a driver that was killed has left; None: it cannot be."""
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            path.unlink(missing_ok=True)
+            os.fchmod(listening.fileno(), 0o600)  # before it has a name
+            listening.bind(str(path))
+            listening.listen(_BACKLOG)
+            listening.setblocking(False)
+            return cls(path, listening)
+        except OSError as error:
+            listening.close()
+            _log.warning("commands on this host go over TCP: %s cannot be listened at (%s)", path, error)
+            return None
+
+    async def serve(self, server: uvicorn.Server) -> None:
+        """Let clients come in here, too."""
+        config, loop = server.config, asyncio.get_running_loop()
+
+        def made() -> asyncio.Protocol:
+            given: dict[str, Any] = {"config": config, "server_state": server.server_state, "app_state": {}}
+            return cast(Callable[..., asyncio.Protocol], config.http_protocol_class)(**given)
+
+        self._server = await loop.create_unix_server(made, sock=self._socket)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._server is None:
+            self._socket.close()
+        else:
+            self._server.close()
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_ino == self._inode:  # else it is the next driver's
+                self.path.unlink()
+
+
 class HttpServer:
     """An asynchronous context that listens at `wanted`, or raises UserError; port 0: any.
 
-    Where `wanted` names no port, that of `before`, which an earlier driver had, is taken again if it is free.
+    Where `wanted` names no port, that of `before`, which an earlier driver had, is taken again if it is free. `local`
+    is the path of a Unix socket, too, which only this user can reach.
+
+    Attributes:
+        local: None: there is none.
     """
 
-    def __init__(self, guard: Guard, wanted: Address, before: Address | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        wanted: Address,
+        before: Address | None,
+        tls: ssl.SSLContext | None,
+        local: Path | None = None,
+    ) -> None:
         self._socket = self._listen(wanted, before)
+        self._local = None if local is None else _LocalSocket.bound_to(local)
+        self.local = None if self._local is None else self._local.path
         self.address = Address(wanted.host, self._socket.getsockname()[1])
         turns = Turns(lambda data: guard.admits(_credentials(data)))
         self._arrivals = arrivals = Arrivals(within_s=HEADERS_S, turns=turns)
@@ -174,10 +236,14 @@ class HttpServer:
         if serving.done():
             serving.result()
             raise RuntimeError("the interface for people has ended before it began")
+        if self._local is not None:
+            await self._local.serve(self._server)
         return self
 
     async def __aexit__(self, *raised: object) -> None:
         """Stop listening; those that are being answered have some seconds."""
+        if self._local is not None:
+            self._local.close()
         self._server.should_exit = True
         self._arrivals.close()
         if self._task is not None:

@@ -29,7 +29,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.run.decide.events import OF_THE_HOST, CheckKind
+from phalanx.run.decide.events import LAST_LINE, OF_THE_HOST, CheckKind
 from phalanx.run.decide.policy import Policy
 from phalanx.run.decide.state import (
     Ending,
@@ -56,7 +56,7 @@ def text_of(failure: Failure) -> str:
     """A failure's text without what differs from rank to rank: numbers, addresses, a last line."""
     if failure.kind == "usage":
         return failure.kind
-    return f"{failure.kind}: {_DIFFERS_BY_RANK.sub('#', failure.summary)}"[:300]
+    return f"{failure.kind}: {_DIFFERS_BY_RANK.sub('#', failure.summary.partition(LAST_LINE)[0])}"[:300]
 
 
 def _is_of_the_code(failure: Failure) -> bool:

@@ -24,6 +24,9 @@ FailureKind = Literal["user", "syntax", "raised", "interrupted", "signal", "stat
 
 USAGE = 2
 
+LAST_LINE = ", last line: "
+"""What follows this in the summary of a failure is what the rank has written last, which others may not have."""
+
 CheckKind = Literal["passive", "quick", "full"]
 """Passive: reads counters and logs, under 0.1 s. Quick: measures, under 5 s. Full: minutes."""
 

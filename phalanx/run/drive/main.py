@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -39,7 +38,9 @@ from phalanx.run.driver.run_judges import RunJudges
 from phalanx.run.driver.write_ahead import Book, aside_of, clock_of
 from phalanx.run.executor.accelerator_probe import Accelerators
 from phalanx.run.executor.executor_settings import ExecutorSettings
+from phalanx.run.file_limit import allow_files
 from phalanx.run.journal import Journal, JournalError, JournalFullError, open_journal
+from phalanx.run.left_behind import clear_left
 from phalanx.run.reports.job_watch import JobWatch
 from phalanx.run.reports.recent_events import SHOWN_HOSTS, Hub, Item, Overview, Source
 from phalanx.run.reports.training_settings import training_folder
@@ -124,16 +125,26 @@ def watching(config: RunConfig) -> WatchSettings:
     previous = config.previous
     folder = str(Path(config.working_folder or ".").absolute())
     present = messages.Prepare(
-        [config.script, *config.script_arguments], config.module, folder, dict(config.environment), list(config.preload)
+        [_file_of(config.script, folder, config.module), *config.script_arguments],
+        config.module,
+        folder,
+        dict(config.environment),
+        list(config.preload),
     )
     versions = {"": present}
     if config.previous_version:
         arguments = config.script_arguments if previous.arguments is None else previous.arguments
-        script = [previous.script or config.script, *arguments]
         folder = str(Path(previous.working_folder).absolute()) if previous.working_folder else folder
+        script = [_file_of(previous.script or config.script, folder, config.module), *arguments]
         versions[config.previous_version] = msgspec.structs.replace(present, script=script, folder=folder)
     peers = PeersConfig(config.slow, config.traffic, config.heartbeat_s)
     return WatchSettings(config.heartbeat_s, config.limits, peers, versions)
+
+
+def _file_of(script: str, folder: str, is_module: bool) -> str:
+    """Of a folder with a ``__main__.py`` that file, as Python does."""
+    inner = Path(script) / "__main__.py"
+    return str(inner) if not is_module and (Path(folder) / inner).is_file() else script
 
 
 _CHARACTERS = 500
@@ -178,8 +189,6 @@ async def told_to(hub: Hub) -> AsyncIterator[None]:
         root.removeHandler(troubles)
 
 
-_LEAST_FILES = 65_536
-
 _LAST_LOOK_S = 60.0
 """For a view to show how the job has ended; it gives up earlier where its terminal takes nothing."""
 
@@ -196,7 +205,9 @@ def drive(config: RunConfig, show: Show) -> int:
     Raises:
         UserError: something is wrong with the job, or another driver has it.
     """
-    _allow_many_files()
+    allow_files(config.hosts + config.spares)
+    with suppress(Exception):  # it is no reason to run no job
+        clear_left()
     config = settle(config)
     folder = config.run_folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -359,10 +370,3 @@ class _Here:
 
     def follow(self, number: int) -> AsyncIterator[Item]:
         return self.hub.follow(number)
-
-
-def _allow_many_files() -> None:
-    """A descriptor for each executor, and for as many strangers, as far as this process may have them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, max(soft, _LEAST_FILES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

@@ -16,6 +16,7 @@ from phalanx.run.backends.backend import check_backend
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.driver.machine_watch import check_source
 from phalanx.run.executor.accelerator_probe import Accelerators
+from phalanx.run.file_limit import allow_files
 from phalanx.run.reports.webhook import check_url
 from phalanx.run.secrets import server_context
 from phalanx.telemetry.alerts.alert_receivers import receivers_of
@@ -30,6 +31,7 @@ def refuse(config: RunConfig) -> None:
     Raises:
         UserError: something is.
     """
+    allow_files(config.hosts + config.spares)
     if config.backend == "local":
         _see_script(config)
     check_backend(config)
@@ -57,9 +59,9 @@ def _see_script(config: RunConfig) -> None:
         raise UserError("is no folder", cure=cure, field="run.working_folder", value=config.working_folder)
     path = folder / config.script
     if not config.module:
-        if not path.is_file():
+        if not path.is_file() and not (path / "__main__.py").is_file():
             cure = "give the path of a Python script, or a module with -m"
-            problem = "is a folder" if path.is_dir() else "there is no such file"
+            problem = "is a folder without a __main__.py" if path.is_dir() else "there is no such file"
             raise UserError(problem, cure=cure, field="script", value=config.script)
         return
     # A module can be found, as far as its first part goes: to look for the rest imports that.

@@ -33,6 +33,7 @@ from phalanx.run.executor.host_monitor import CheckRunner, HostContext, HostMoni
 from phalanx.run.executor.host_sensors import InterfaceBytes
 from phalanx.run.executor.reaper import Reaper
 from phalanx.run.executor.workers import Workers, sendable
+from phalanx.run.file_limit import allow_files
 from phalanx.run.logs.log_lines import Tails
 from phalanx.run.logs.log_pump import Pump
 from phalanx.run.messages import heartbeat
@@ -216,6 +217,7 @@ class Executor:
         began_s = time.monotonic()
         problem = ""
         try:
+            allow_files(0)
             await template.ready()
         except Exception as error:  # whatever it is, the driver has to hear it
             problem = sendable(str(error) or type(error).__name__)

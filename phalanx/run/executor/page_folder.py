@@ -32,7 +32,7 @@ def page_folder(memory: Path | None = None) -> Iterator[Path]:
     """
     usual = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     base = usual if memory is None else memory
-    clear_left(base)
+    list(clear_left_pages(base))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     try:
         with (folder / f"{_OWNER}.new").open("wb") as lock:
@@ -44,7 +44,7 @@ def page_folder(memory: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear_left(base: Path) -> None:
+def clear_left_pages(base: Path) -> Iterator[Path]:
     """Take away folders in `base` of this user's executors that live no more; others, and what is odd, stay."""
     for folder in base.glob(f"{PREFIX}*"):
         with suppress(OSError):
@@ -54,3 +54,4 @@ def clear_left(base: Path) -> None:
             with open_regular(folder / _OWNER) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
+                yield folder

@@ -27,7 +27,7 @@ from phalanx.launch.rendezvous_store import STORE_RANK, store_spec
 from phalanx.launch.user_script import Group, Places, Script, rank_specs
 from phalanx.launch.warm_template import AttemptReport, Gone, TemplateGoneError, WarmTemplate
 from phalanx.run import messages
-from phalanx.run.decide.events import USAGE
+from phalanx.run.decide.events import LAST_LINE, USAGE
 from phalanx.run.executor.flight_recorder import FlightSource, Subject, recorder_variables, source_of
 from phalanx.run.logs.log_files import RankLog
 from phalanx.run.logs.log_pump import Pump
@@ -278,7 +278,7 @@ class Workers:
             summary = text = ""
             if code != 0:  # the reason is in its last lines
                 lines = [line for line in self.pump.last_lines(rank.rank)[-_LAST_LINES:] if line.strip()]
-                about = f": {lines[-1].strip()}" if lines and code == USAGE else ""
+                about = f"{': ' if code == USAGE else LAST_LINE}{lines[-1].strip()}" if lines else ""
                 summary = sendable(f"returned exit status {code}{about}", SUMMARY_CHARS)
                 text = sendable("\n".join(lines))
             ended = messages.WorkerEnded(
