@@ -37,6 +37,7 @@ from phalanx.checkpoint import snapshot_plans
 from phalanx.checkpoint.format import dcp, manifest
 from phalanx.checkpoint.format.checkpoint_files import Span
 from phalanx.checkpoint.format.dcp import Block
+from phalanx.checkpoint.format.dcp_index import index_bytes
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, Chunk, FileEntry
 from phalanx.checkpoint.format.run_sums import RunSums
 from phalanx.checkpoint.restoring.restore import restore
@@ -100,7 +101,7 @@ def make(root: Path, ranks: int, rows: int) -> None:
         sha256 = hashlib.sha256(content).hexdigest()
         parts.append(FileEntry(name=f"part-{rank}.json", size_bytes=len(content), sha256=sha256))
     tensors = snapshot_plans.merge(written)
-    index = dcp.index_bytes(tensors)
+    index = index_bytes(tensors)
     (folder / ".metadata").write_bytes(index)
     entry = FileEntry(name=".metadata", size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest())
     files = [entry, *(one.file for one in written if one.file is not None), *parts]

@@ -20,7 +20,8 @@ from pathlib import Path
 from support.harness import benchmark_parser
 
 from phalanx.checkpoint import all_ranks, snapshot_plans
-from phalanx.checkpoint.format import dcp, manifest
+from phalanx.checkpoint.format import manifest
+from phalanx.checkpoint.format.dcp_index import index_bytes
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, Chunk, FileEntry, Manifest
 from phalanx.checkpoint.snapshot_plans import Written
 
@@ -49,7 +50,7 @@ def measure(ranks: int) -> None:
     tensors = snapshot_plans.merge(parts)
     merged_s = time.process_time() - began
     began = time.process_time()
-    content = dcp.index_bytes(tensors)
+    content = index_bytes(tensors)
     index = FileEntry(name=".metadata", size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     index_s = time.process_time() - began
     began = time.process_time()

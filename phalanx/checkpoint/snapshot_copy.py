@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from phalanx.checkpoint.format.dcp import is_dtensor
 from phalanx.checkpoint.format.shard_plan import Piece, ShardPlan
 from phalanx.checkpoint.keeper_contract import Slot
 
@@ -287,7 +287,7 @@ def _source(piece: Piece, tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError(f"{piece.name} is in the plan of snapshots, but not among the tensors")
     tensor = tensor.detach()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     if tuple(local.shape) != piece.sizes or local.dtype != _dtype(piece):
         raise ValueError(
             f"{piece.name} is {local.dtype} of shape {tuple(local.shape)}, but the plan of snapshots has "

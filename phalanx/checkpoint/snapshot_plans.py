@@ -148,13 +148,15 @@ def plans_of(agreed: AgreedBlocks, roles: Roles, *, peers: Peers, config: Mappin
     jobs: list[JobPlan] = []
 
     def put_together() -> list[Any]:
+        from phalanx.checkpoint.format.dcp_index import index_bytes  # a second, which only this rank takes
+
         name, parts = set_id([sha256 for sha256, _ in offers]), [from_text(text) for _, text in offers]
         tensors = merge(parts)
         job = JobPlan(
             set_id=name,
             shards=tuple(rank for rank, part in enumerate(parts) if part.file is not None),
             tensors={key: entry.model_dump() for key, entry in tensors.items()},
-            index=dcp.index_bytes(tensors),
+            index=index_bytes(tensors),
             config=dict(config),
             layout=layout,
             torch_version=str(torch.__version__),

@@ -20,9 +20,9 @@ import click
 import torch
 
 from phalanx import __version__
-from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import check_file
+from phalanx.checkpoint.format.dcp_index import INDEX, index_bytes
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, Meta, TensorEntry
 from phalanx.checkpoint.format.plain_dcp import PlainCheckpoint, open_plain
 from phalanx.checkpoint.format.stored_tensors import Reader, Recut, same
@@ -70,7 +70,7 @@ def _write_checkpoint(
                 written = store.write(area, name, content(name))
                 files.append(FileEntry(**written.model_dump() | {"sums": recut.sums[name]}))
             tensors = recut.tensors()
-            files.insert(0, store.write(area, dcp.INDEX, [dcp.index_bytes(tensors)]))
+            files.insert(0, store.write(area, INDEX, [index_bytes(tensors)]))
             files[0] = FileEntry(**files[0].model_dump())
             manifest = Manifest(
                 format_version=FORMAT_VERSION,

@@ -14,10 +14,6 @@ from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.ipc.stop_request import StopRequest, exit_status
 from phalanx.train.config import RunConfig
-from phalanx.train.evaluation import evaluate, held_out, held_out_loss
-from phalanx.train.reports.display import make_display, shown
-from phalanx.train.reports.reporter import describe
-from phalanx.train.weights.trained import held_out_text, open_trained
 
 
 @click.command()
@@ -38,6 +34,12 @@ def command(run: Path, data_config: Path | None, batch: int, tokens: int, device
 
     Ctrl-C ends it early, with the figures of what was looked at until then.
     """
+    # They import torch, which help and wrong options do without.
+    from phalanx.train.evaluation import evaluate, held_out, held_out_loss
+    from phalanx.train.reports.display import make_display, shown
+    from phalanx.train.reports.reporter import describe
+    from phalanx.train.weights.trained import held_out_text, open_trained
+
     trained = open_trained(run, lambda text: click.echo(text, err=True), device=device)
     other = None if data_config is None else load(RunConfig, data_config).value.data
     loader = held_out_text(trained, run, other)

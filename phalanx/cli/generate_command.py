@@ -13,8 +13,6 @@ from typing import Any
 import click
 
 from phalanx.core.errors import UserError
-from phalanx.train.weights.sampling import continue_text, continue_texts, prompt_ids, read_prompts
-from phalanx.train.weights.trained import open_trained
 
 
 @click.command()
@@ -56,6 +54,10 @@ def command(
     A single text is printed as it comes, several one after another with a line of --- between them. A prompt's text
     is the same whatever else is asked for.
     """
+    # They import torch, which help and wrong options do without.
+    from phalanx.train.weights.sampling import continue_text, continue_texts, prompt_ids
+    from phalanx.train.weights.trained import open_trained
+
     given = list(prompt) if file is None else [*prompt, *_read(file)]
     if file is not None and not given:
         raise UserError("has no prompt", cure="write one on each line", field="--prompts", value=str(file))
@@ -99,6 +101,8 @@ def command(
 
 def _read(file: Path) -> Sequence[str]:
     """The prompts of a file, or of the standard input."""
+    from phalanx.train.weights.sampling import read_prompts
+
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return read_prompts(content.decode("utf-8-sig"), json_lines=file.suffix == ".jsonl")

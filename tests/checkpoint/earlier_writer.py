@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.dcp import dtype_name
+from phalanx.checkpoint.format.dcp_index import index_bytes
 from phalanx.checkpoint.format.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.run_sums import RunSums
 
@@ -33,8 +34,8 @@ def write_earlier(folder: Path, step: int, tensors: Mapping[str, Tensor], state:
             sums.cut()
             sums.update(archive)
             content += archive
-        entries[name] = TensorEntry(dtype=dcp.dtype_name(tensor), shape=list(tensor.shape), chunks=chunks)
-    files = [_written(path, ".metadata", dcp.index_bytes(entries)), _written(path, FILE, bytes(content), sums)]
+        entries[name] = TensorEntry(dtype=dtype_name(tensor), shape=list(tensor.shape), chunks=chunks)
+    files = [_written(path, ".metadata", index_bytes(entries)), _written(path, FILE, bytes(content), sums)]
     manifest = Manifest(
         format_version=1,
         step=step,

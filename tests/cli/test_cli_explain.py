@@ -43,6 +43,20 @@ print("torch" in sys.modules, "numpy" in sys.modules)
     assert _python(code).splitlines()[-1] == "False False"
 
 
+def test_help_of_no_command_imports_torch_and_sampling_no_more_of_it_than_it_needs() -> None:
+    code = """
+import sys
+from click.testing import CliRunner
+from phalanx.cli.main import COMMANDS, group
+for name in COMMANDS:
+    assert CliRunner().invoke(group, [name, "--help"]).exit_code == 0
+    assert "torch" not in sys.modules, name
+import phalanx.train.session, phalanx.train.weights.trained
+assert "torch.distributed.tensor" not in sys.modules  # with SymPy it takes as long as half of torch
+"""
+    _python(code)
+
+
 def test_help_names_every_command() -> None:
     out = subprocess.check_output([sys.executable, "-m", "phalanx", "--help"], text=True)
     for name in COMMANDS:

@@ -35,14 +35,13 @@ from train_helpers import (
 
 from phalanx.checkpoint.format import checkpoint_files as kept
 from phalanx.checkpoint.format.checkpoint_files import EVALUATION, FolderFiles, examine, read_evaluation
-from phalanx.cli import evaluate_command as command
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
 from phalanx.ipc.stop_request import StopRequest
 from phalanx.train import session
 from phalanx.train.config import EvaluateConfig
-from phalanx.train.evaluation import Evaluation
+from phalanx.train.evaluation import Evaluation, held_out_loss
 from phalanx.train.reports.display import EvaluationProgress, LiveDisplay, PlainDisplay
 from phalanx.train.reports.reporter import describe
 from phalanx.train.training_run import Run
@@ -326,7 +325,7 @@ def test_evaluate_shows_what_it_found_until_it_was_stopped(
 ) -> None:
     write_corpus(tmp_path, documents=400)
     run_all(tmp_path, {"train.steps": 3, "data.validation_fraction": 0.5})
-    original = command.held_out_loss
+    original = held_out_loss
 
     def stopped(model: Any, batches: Iterable[Batch], device: Any) -> Tensor:
         def watched() -> Iterator[Batch]:
@@ -337,7 +336,7 @@ def test_evaluate_shows_what_it_found_until_it_was_stopped(
 
         return original(model, watched(), device)
 
-    monkeypatch.setattr(command, "held_out_loss", stopped)
+    monkeypatch.setattr("phalanx.train.evaluation.held_out_loss", stopped)
     with pytest.raises(SystemExit) as ended:
         group(["evaluate", str(tmp_path / "run"), "--device", "cpu"])
     assert ended.value.code == 130

@@ -1,9 +1,8 @@
-"""The files of torch.distributed.checkpoint (DCP): blocks of tensors in archives, and DCP's own index.
+"""The files of torch.distributed.checkpoint (DCP): blocks of tensors in archives.
 
-A ``.distcp`` file is a run of ``torch.save`` archives, one per chunk; ``.metadata`` is a pickled index of all files.
-The index is written by DCP's own writer, from the tables of all ranks, so that other tools read the folder; this is the
-only place that touches DCP's private parts. `phalanx.checkpoint.restoring.durable_source` reads the same files by our
-JSON manifest and never opens the pickle.
+A ``.distcp`` file is a run of ``torch.save`` archives, one per chunk; ``.metadata`` is a pickled index of all files
+(`phalanx.checkpoint.format.dcp_index`). `phalanx.checkpoint.restoring.durable_source` reads the same files by our JSON
+manifest and never opens the pickle. DCP itself is not imported here: that takes a second.
 
 An archive is a ZIP file whose entry ``data/0`` holds the elements as they are, uncompressed, and whose entry
 ``data.pkl`` says their dtype, shape and strides. Rows of a tensor stored in order are one run of bytes, so part of an
@@ -13,33 +12,23 @@ archive can be read without the rest.
 from __future__ import annotations
 
 import io
-import os
 import struct
 import sys
 import zipfile
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from typing_extensions import Buffer
 
-from phalanx.checkpoint.format.manifest import TensorEntry
 from phalanx.checkpoint.format.run_sums import SeekableFile
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -48,6 +37,12 @@ class Block:
 
     tensor: Tensor
     shard: Shard
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor knows its own place in a mesh; who has made one has imported its module."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def held(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Block]:
@@ -59,7 +54,7 @@ def held(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str
     blocks: dict[str, Block] = {}
     for name, tensor in ((name, tensor.detach()) for name, tensor in tensors.items()):
         shape, shard = tuple(tensor.shape), shards.get(name)
-        if shard is None and isinstance(tensor, DTensor):
+        if shard is None and is_dtensor(tensor):
             [box] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
             blocks[name] = Block(tensor.to_local(), Shard(shape, tuple(box.offsets), tuple(box.sizes)))
         elif shard is None:
@@ -219,26 +214,8 @@ def narrow(tensor: Tensor, start: Sequence[int], sizes: Sequence[int]) -> Tensor
     return tensor
 
 
-INDEX = ".metadata"
 _ARCHIVE_OVERHEAD_BYTES = 2048  # of one torch.save archive: records, alignment and directory, about 1.6 kB measured
 _INDEX_BYTES = 512  # of one chunk in the two indexes together
-
-
-def index_bytes(tensors: Mapping[str, TensorEntry]) -> bytes:
-    """The bytes of ``.metadata`` of a checkpoint with these tensors."""
-    described: dict[str, Any] = {}
-    places: list[WriteResult] = []
-    for name, entry in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-        properties = TensorProperties(dtype=torch_dtype(entry.dtype))
-        described[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-        for chunk in entry.chunks:
-            place = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-            places.append(WriteResult(MetadataIndex(name, chunk.offsets), chunk.length, place))
-    writer = FileSystemWriter("", sync_files=False)
-    writer.fs = memory = _MemoryFileSystem()
-    writer.finish(Metadata(described, planner_data={name: (name,) for name in tensors}), [places])
-    return memory.content.getvalue()
 
 
 def bytes_needed(blocks: Mapping[str, Block]) -> int:
@@ -258,23 +235,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"{name!r} is no dtype of torch {torch.__version__}", cure="use the torch it was written with")
     return dtype
-
-
-class _MemoryFileSystem(FileSystem):
-    """One file, kept in memory."""
-
-    def __init__(self) -> None:
-        self.content = io.BytesIO()
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        yield self.content
-
-    def exists(self, path: str | os.PathLike) -> bool:
-        return False
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        """It has no name."""
 
 
 class SavedTensor(Protocol):

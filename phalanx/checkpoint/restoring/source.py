@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.format.dcp import Block
+from phalanx.checkpoint.format.dcp import Block, is_dtensor
 from phalanx.checkpoint.restoring.compatibility import Differences, ReadItem
 from phalanx.core import units
 from phalanx.core.layout import Shard
@@ -166,7 +165,7 @@ def agree(
     with shards count; where they differ in these too, none.
     """
     unsplit = [name for name in blocks if name in shards and not set(shards[name].axes) & set(copies.axes)]
-    plain = [name for name in blocks if name not in shards and not isinstance(tensors[name], DTensor)]
+    plain = [name for name in blocks if name not in shards and not is_dtensor(tensors[name])]
     device = next((b.tensor.device for b in blocks.values() if b.tensor.device.type != "cpu"), torch.device("cpu"))
     own = [rank, _digest(blocks, unsplit + plain), _digest(blocks, unsplit)]
     rows: list[list[int]] = []
