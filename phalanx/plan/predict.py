@@ -17,7 +17,7 @@ import numpy as np
 from phalanx.parallel.config import Schedule
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.jobs import check
-from phalanx.plan.memory.rank import rank_memory
+from phalanx.plan.memory.rank import rank_memory, reserved_note
 from phalanx.plan.operations import Passes
 from phalanx.plan.overheads import IN_STEP, start_up_s, step_overheads, unjudged, with_residual
 from phalanx.plan.pipeline.step_time import Array, StageCosts, StepTime, evaluate, evaluate_few
@@ -97,6 +97,20 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         mfu=flops / (step_s * peak),
         stages=line.stage_times,
         unjudged=unjudged(job, cluster),
+        notes=tuple(filter(None, (reserved_note(job.software), _zero3_note(strategy, cluster)))),
+    )
+
+
+_ZERO3_HOSTS = 16  # that ZeRO-3 was judged on at most
+
+
+def _zero3_note(strategy: Strategy, cluster: Cluster) -> str:
+    hosts = strategy.world_size / cluster.devices_per_host
+    if strategy.zero != 3 or hosts <= _ZERO3_HOSTS:
+        return ""
+    return (
+        f"ZeRO-3 over {hosts:,.0f} hosts: its exchanges are predicted to hide behind computing, as on up to "
+        f"{_ZERO3_HOSTS} hosts they do; on 48 and more, published steps took 1.4 to 4 times as long"
     )
 
 

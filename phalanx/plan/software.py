@@ -99,6 +99,7 @@ FSDP2_COMPILED = replace(
     # checkpoint stops early (set_checkpoint_early_stop, on by default).
     MIXED_PRECISION,
     name="fsdp2-compiled",
+    torch_loss=True,  # torchtitan compiles blocks alone
     fused_elementwise=True,
     merged_projections=False,
     gradient_bytes=4,

@@ -141,6 +141,7 @@ class Software:
     stops_early: bool = True
     # Cross-entropy reads the logits once each way; else every step of it reads and writes them in fp32.
     fused_loss: bool = True
+    torch_loss: bool = False  # torch's cross-entropy of logits cast to fp32, whose copies count for memory
     # The product that makes a weight's gradient adds it to the sum; else a kernel of its own does.
     fused_gradients: bool = False
     residual_bytes: int = 4  # of one element of the residual stream

@@ -7,12 +7,18 @@ of a rank in the middle of the pipeline, and activations of the first one, which
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from phalanx.plan.memory.rank import rank_memory
+from phalanx.plan.hardware.cluster import load_cluster
+from phalanx.plan.memory.rank import PUBLISHED_PEAKS, rank_memory, reserved_share
+from phalanx.plan.predict import predict
+from phalanx.plan.software import SOFTWARE
 from phalanx.plan.types import Job, Model, RankMemory, Recompute, Software, Strategy
+from phalanx.plan.validate.assumptions import TITAN_H100
+from phalanx.plan.validate.published import TABLES, job_of, read_table, strategy_of
 
 GIB = 1 << 30
 TABLE = Path(__file__).parents[2] / "../shared/tables/korthikanti_fig1_fig7_memory.csv"
@@ -97,3 +103,42 @@ def test_a_layer_keeps_what_the_paper_says(tensor: int, sequence_parallel: bool)
     scores = 5 * heads * sequence / (hidden * tensor)
     linear = 34 / tensor if sequence_parallel else 10 + 24 / tensor
     assert kept(2) - kept(1) == pytest.approx(sequence * batch * hidden * (linear + scores))
+
+
+PEAKS = {  # GiB that are reserved: pytorch/torchtitan @31a17bf, benchmarks/llama3_h100_202412_torchtitan.md
+    ("fsdp2", 8): 82.4,
+    ("fsdp2", 128): 67.0,
+    ("fsdp2-compiled", 8): 77.0,
+    ("fsdp2-compiled", 128): 62.0,
+}
+
+
+def test_published_peaks_lie_where_it_is_said_and_never_above_what_is_predicted() -> None:
+    found: dict[str, list[float]] = {}
+    for row in read_table(TABLES / "torchtitan_h100.csv"):
+        for name in PUBLISHED_PEAKS:
+            job, strategy = job_of(row, TITAN_H100), strategy_of(row, TITAN_H100)
+            (rank,) = rank_memory(replace(job, software=SOFTWARE[name]), strategy)
+            peak = PEAKS[name, int(strategy.world_size)] * GIB
+            assert peak <= rank.total * 1.001, (name, rank.total / GIB)
+            counted = rank.total / (1 + reserved_share(SOFTWARE[name]))
+            found.setdefault(name, []).append(peak / counted - 1)
+    for name, (least, most) in PUBLISHED_PEAKS.items():
+        assert (min(found[name]), max(found[name])) == pytest.approx((least, most), abs=0.002), name
+
+
+@pytest.mark.parametrize("name", sorted(SOFTWARE))
+def test_a_prediction_says_what_its_memory_is(name: str) -> None:
+    model = Model(layers=4, hidden=1024, heads=16, vocab_rows=51200, max_sequence=2048)
+    job = Job(model, 2048, 16, software=SOFTWARE[name])
+    notes = " ".join(predict(job, Strategy(shard=8), load_cluster("h100_400g", 8)).notes)
+    assert ("reserved" in notes) == (name != "phalanx")
+    assert ("unknown" in notes) == (name not in (*PUBLISHED_PEAKS, "phalanx"))
+
+
+def test_split_weights_over_many_hosts_are_said_to_be_too_fast() -> None:
+    model = Model(layers=4, hidden=1024, heads=16, vocab_rows=51200, max_sequence=2048)
+    job = Job(model, 2048, 512)
+    for devices, said in ((128, False), (512, True)):
+        done = predict(job, Strategy(shard=devices, zero=3), load_cluster("h100_400g", devices))
+        assert any(note.startswith(f"ZeRO-3 over {devices // 8} hosts") for note in done.notes) == said

@@ -424,11 +424,14 @@ def embedding_mask(job: Job, local: Local) -> Floats:
 def _megatron(local: Local) -> tuple[Floats, Floats]:
     """The product's input, and logits: in fp32 as the softmax leaves them (Korthikanti et al., 4.3), or as they are.
 
-    A fused loss makes their gradient in their place; else it is made in fp32 there and cast.
+    A fused loss makes their gradient in their place; else it is made in fp32 there and cast. torch's own, of logits
+    cast to fp32, keeps those, what they were cast from and its result, and makes gradients of both in its backward.
     """
     c = local.compute_bytes
     logits = local.tokens * local.model.vocab_rows / local.tensor
     rows = local.kept_tokens * local.model.hidden * c
+    if local.software.torch_loss:
+        return rows + logits * (c + 8), logits * (4 + c)
     return rows + logits * (c if local.software.fused_loss else 4), 0.0 if local.software.fused_loss else logits * c
 
 

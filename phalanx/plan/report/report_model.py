@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from phalanx.plan.jobs import settings_of
+from phalanx.plan.memory.rank import is_reserved_known
 from phalanx.plan.search.frontier import memory_bytes
 from phalanx.plan.search.search import SearchResult
 from phalanx.plan.types import INTERVAL_SHARE, Job, Mark, Part, Prediction, RankMemory, Strategy
@@ -365,6 +366,7 @@ def prediction_json(report: PredictionReport) -> dict[str, Any]:
         "run_device_hours": report.device_hours,
         "cost_usd": report.cost_usd,
         "fits": report.fits,
+        "is_reserved_known": is_reserved_known(job.software),
         "device_memory_bytes": report.device_memory_bytes,
         "parts": [part_json(part) for part in prediction.parts],
         "hidden": [part_json(part) for part in prediction.hidden],

@@ -13,6 +13,7 @@ from rich.text import Text
 from phalanx.core import units
 from phalanx.core.layout import Layout
 from phalanx.figures.style import thinned
+from phalanx.plan.memory.rank import is_reserved_known
 from phalanx.plan.overheads import OWN_SPREAD
 from phalanx.plan.report.report_model import (
     MEMORY_KINDS,
@@ -145,7 +146,8 @@ def verdict_line(report: PredictionReport) -> str:
     where = f", pipeline rank {full.pipeline_rank}" if len(report.prediction.memory) > 1 else ""
     if report.fits:
         # Python writes "85%"; everywhere else a space stands before the unit.
-        return f"fits: {of}{where} ({full.total / limit:.0%})".replace("%", " %")
+        fits = "fits" if is_reserved_known(report.prediction.job.software) else "fits by its tensors"
+        return f"{fits}: {of}{where} ({full.total / limit:.0%})".replace("%", " %")
     return f"does not fit: {of}{where}, {units.size(full.total - limit)} too much"
 
 

@@ -227,6 +227,7 @@ FOUNDRY = replace(
     name="llm-foundry",
     merged_projections=True,
     fused_loss=True,
+    torch_loss=False,
     fused_gradients=True,
     reduce_bytes=2,
 )
