@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.open_checkpoint import open_checkpoint
+from support.tiny import WORDS
 from train_helpers import (
     Commands,
     Ended,
@@ -49,8 +51,9 @@ SETTINGS: dict[str, Any] = {
     "model.dropout": 0.1,
     "model.vocab_multiple": 64,
 }
+PROMPTS = {"data.sources.0.prompt_field": "question"}
 TWO = {"parallel.pipeline": 2, "model.tie_embeddings": False}
-FOUR: dict[str, Any] = {
+FOUR: dict[str, Any] = PROMPTS | {
     "parallel.shard": 2,
     "parallel.tensor": 2,
     "parallel.zero": 2,
@@ -103,13 +106,20 @@ def await_end(pids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the corpus, and the runs called ``single`` and ``four``."""
-    return tmp_path_factory.mktemp("spread")
+    """Holds the corpus, with prompts so long that some steps have no target, and the runs ``single`` and ``four``."""
+    folder, chosen = tmp_path_factory.mktemp("spread"), random.Random(0)
+    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as corpus:
+        for _ in range(60):
+            fields = {
+                name: " ".join(chosen.choices(WORDS, k=count)) for name, count in (("question", 28), ("text", 12))
+            }
+            corpus.write(json.dumps(fields) + "\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def single(folder: Path) -> Path:
-    run_all(folder, SETTINGS, "single")
+    run_all(folder, SETTINGS | PROMPTS, "single")
     return folder / "single"
 
 
@@ -129,6 +139,7 @@ def four(folder: Path, commands: Commands) -> Path:
 def test_four_ranks_have_the_figures_of_one(single: Path, four: Path) -> None:
     assert_close(four, single)
     assert [entry["step"] for entry in entries(four)] == list(range(1, STEPS + 1))
+    assert 0 < sum("untrained" in entry for entry in entries(four)) < STEPS / 2
 
 
 def test_a_model_that_is_spread_makes_no_samples_and_says_why(four: Path) -> None:
@@ -138,7 +149,7 @@ def test_a_model_that_is_spread_makes_no_samples_and_says_why(four: Path) -> Non
 
 @pytest.mark.campaign
 def test_two_stages_have_the_figures_of_one(folder: Path, single: Path, commands: Commands) -> None:
-    result = spread(folder, commands, TWO, "two")
+    result = spread(folder, commands, TWO | PROMPTS, "two")
     assert result.status == 0, result
     assert_close(folder / "two", single)
 
@@ -166,7 +177,7 @@ def test_one_process_goes_on_with_what_four_saved(folder: Path, single: Path, fo
     subprocess.run(["cp", "-r", str(four), str(copy)], check=True)
     newest = list(copies(copy))[-1]
     subprocess.run(["rm", "-r", str(newest)], check=True)
-    assert f"step 16 of {STEPS}" in run_all(folder, SETTINGS, "went on")
+    assert f"step 16 of {STEPS}" in run_all(folder, SETTINGS | PROMPTS, "went on")
     assert_close(copy, single)
 
 

@@ -103,13 +103,13 @@ def entries(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
     return [entry for entry in every if entry["kind"] == kind]
 
 
-FIGURES = ("step", "loss", "grad_norm", "lr", "skipped", "tokens")
+FIGURES = ("step", "loss", "grad_norm", "lr", "skipped", "untrained", "tokens")
 HELD_OUT = ("step", "validation_loss", "validation_bits_per_byte", "validation_tokens")
 
 
 def figures(folder: Path) -> list[tuple[Any, ...]]:
     """What must not depend on stops and kills, at full precision: steps, then evaluations."""
-    steps = [tuple(entry[name] for name in FIGURES) for entry in entries(folder)]
+    steps = [tuple(entry[name] for name in FIGURES if name in entry) for entry in entries(folder)]
     return steps + [tuple(entry[name] for name in HELD_OUT) for entry in entries(folder, "evaluation")]
 
 
