@@ -222,7 +222,7 @@ def _is_weight(name: str, names: Mapping[str, Any]) -> bool:
 def _is_huggingface(path: Path) -> bool:
     try:
         return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 

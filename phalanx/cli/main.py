@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -42,6 +44,8 @@ COMMANDS: dict[str, str] = {
 
 _LOOKERS = ("status", "logs", "runs", "trace", "dashboard", "detect")
 """Commands that look at what others may have written; to the rest a refusal is no matter of their arguments."""
+
+_ABOUT_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.ENXIO)
 
 
 @click.group(
@@ -118,16 +122,31 @@ def _status_of(arguments: list[str] | None) -> int | SystemExit:
     except (UserError, StoreFailedError) as error:
         _show_error(str(error if isinstance(error, UserError) else error.to_user()))
         return 2
-    except PermissionError as error:
-        if error.filename is None or (sys.argv[1:] if arguments is None else arguments)[0] not in _LOOKERS:
-            raise
-        _show_error(str(not_permitted(error.filename)))
-        return 2
     except OutputError as error:
         _show_error(f"{error}; free some space, or write it elsewhere")
         return 1
     except BrokenPipeError:  # the reader has had enough, as `head` has
         return 1
+    except OSError as error:
+        told = _of_arguments(error, sys.argv[1:] if arguments is None else arguments)
+        if told is None:
+            raise
+        _show_error(str(told))
+        return 2
+
+
+def _of_arguments(error: OSError, arguments: list[str]) -> UserError | None:
+    """The error as a person reads it where it is about a path that was given, or about what lies below one."""
+    if not isinstance(error.filename, str | bytes):
+        return None
+    shown = os.fsdecode(error.filename)
+    if isinstance(error, PermissionError) and arguments[0] in _LOOKERS:
+        return not_permitted(shown)
+    path = Path(shown).absolute()
+    given = {Path(argument).absolute() for argument in arguments}
+    if error.errno in _ABOUT_PATHS and not given.isdisjoint((path, *path.parents)):
+        return UserError(f"cannot be used ({error.strerror})", cure="check the path", value=shown)
+    return None
 
 
 @contextmanager

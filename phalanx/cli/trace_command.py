@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,7 +173,7 @@ def report(run: str | Path, steps: tuple[int | None, int | None], out: Path | No
     from phalanx.dashboard.job_history import history_in
     from phalanx.figures.pages.run_report import write_report
 
-    name = run.resolve().name if isinstance(run, Path) else run.rstrip("/").rpartition("/")[2]
+    name = Path(os.path.realpath(run)).name if isinstance(run, Path) else run.rstrip("/").rpartition("/")[2]
     path = out or NewFile().convert(f"{name}-report.html", None, None)
     told = history_in(run) if isinstance(run, Path) else None
     verdict = write_report(run, path, *steps, told=told)

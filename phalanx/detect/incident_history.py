@@ -157,8 +157,8 @@ def _of_report(path: Path) -> Iterator[HostIncident]:
     """What `phalanx run` wrote of an incident: hosts at fault by themselves, and those that were taken out."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        facts, job = report["facts"], str(report.get("job", ""))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        facts, job = [*map(dict, report["facts"])], str(report.get("job", ""))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"is no incident ({error})", cure="give files that phalanx run wrote", value=str(path)
         ) from None
@@ -183,7 +183,7 @@ def _of_lines(path: Path) -> Iterator[HostIncident]:
             host = str(row.get("host") or "")
             if host:
                 yield HostIncident(host, row["at_ns"] / 1e9, str(row.get("kind", "")), path.parent.parent.name)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # a line that was being written
 
 
@@ -199,7 +199,7 @@ def _of_detections(path: Path) -> Iterator[HostIncident]:
                 continue
             for host in sorted(hosts)[:_MOST_BLAMED]:
                 yield HostIncident(host, float(row["unix_s"]), str(found["what"]), path.parent.name)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # a line that was being written
 
 
@@ -235,7 +235,7 @@ def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
                 if text.lstrip().startswith("[")
                 else [json.loads(line) for line in text.splitlines() if line.strip()]
             )
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             cure = "give a list of objects, or one object a line"
             raise UserError(f"is not JSON ({error})", cure=cure, value=str(path)) from None
         if not all(isinstance(row, Mapping) for row in rows):

@@ -214,7 +214,7 @@ def parse(text: str | bytes) -> Manifest:
     """
     try:
         tree = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"is not JSON ({error})", cure="write one JSON object", field="manifest") from None
     if not isinstance(tree, Mapping):
         raise UserError("is no JSON object", cure="write {…}", field="manifest", value=type(tree).__name__)

@@ -270,7 +270,7 @@ def _require_all_taken(family: str, config: ModelConfig, stored: Mapping[str, St
 
 def _require_tied(name: str, file: Path, embedding: Tensor) -> None:
     with open_weights(file) as opened:
-        if not torch.equal(opened.get_tensor(name), embedding):
+        if not torch.equal(opened.get_tensor(name).float(), embedding.float()):
             cure = "set tie_word_embeddings to false in config.json, or remove the head from the weights"
             raise UserError(f"{name} differs from the embedding", cure=cure, field="tie_word_embeddings", value=True)
 

@@ -12,6 +12,7 @@ for as long as spans are kept.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ class Trace:
             UserError: no telemetry is there, or storage does not answer.
         """
         path = place_of(run, options)
-        if getattr(path, "fs", None) is None and (shown := as_text(path.resolve())) != str(path.resolve()):
+        # Not `resolve`, which raises a RuntimeError of links that lead in a circle.
+        if getattr(path, "fs", None) is None and (shown := as_text(real := Path(os.path.realpath(path)))) != str(real):
             problem = f"{shown}: the name is not UTF-8, and the database cannot open it"
             raise UserError(problem, cure="rename the folder")
         try:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from phalanx.core.config import validate
-from phalanx.core.errors import UserError
+from phalanx.core.errors import UserError, not_permitted
 from phalanx.core.files import OddFileError, read_regular, write_json
 from phalanx.telemetry.alerts.alert_config import without_addresses
 from phalanx.train.config import RunConfig
@@ -104,11 +104,9 @@ class RunFolder:
         try:
             tree = json.loads(read_regular(path, _CONFIG_MOST_BYTES))
         except FileNotFoundError:
-            raise UserError(
-                "is no run folder (it has no config.json)",
-                cure="give the folder that `phalanx train` wrote",
-                value=str(self.path),
-            ) from None
+            raise self._no_run("it has no config.json") from None
+        except NotADirectoryError:
+            raise self._no_run("it is no folder") from None
         except (OddFileError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OddFileError) else error
             raise _TornError(
@@ -116,7 +114,15 @@ class RunFolder:
                 cure="delete it and train on in the folder: the newest checkpoint has the config too",
                 value=str(self.path),
             ) from None
+        except PermissionError:
+            raise not_permitted(path) from None
+        except OSError as error:
+            raise self._no_run(error.strerror or str(error)) from None
         return kept_config(tree, str(path))
+
+    def _no_run(self, why: str) -> UserError:
+        cure = "give the folder that `phalanx train` wrote"
+        return UserError(f"is no run folder ({why})", cure=cure, value=str(self.path))
 
     def record_config(self, config: RunConfig) -> None:
         """Write the resolved config down: from now on the folder belongs to a run of this config."""

@@ -171,6 +171,8 @@ def _run_in(
         ranks.end_recording(waits=result is not None)
         display.close()
         folder.release()
+    if ranks.is_first:
+        _require_kept(run, result)
     last = closing(run, result)
     console.print(last, highlight=False, soft_wrap=not console.is_terminal)
     if log is not None:
@@ -181,6 +183,19 @@ def _run_in(
         if log is not None:
             log.note(f"a sample:\n{text}")
     return result
+
+
+def _require_kept(run: Run, result: TrainResult) -> None:
+    """Refuse to call a run done whose folder was removed while it trained, in part or as a whole."""
+    folder = run.folder
+    gone = [path.name for path in (folder.path / "config.json", folder.tokenizer) if not path.exists()]
+    if not run.config.checkpoint.folder and not any(folder.checkpoints.glob("step-*")):
+        gone.append("checkpoint")
+    if gone:
+        problem = f"was removed while the run trained, and has no {', no '.join(gone)} now"
+        cure = "give the same command again: it goes on from the newest checkpoint that is left there, if any"
+        note_end(folder.path, result.steps, problem, folder.starts)
+        raise UserError(problem, cure=cure, field="run.folder", value=str(folder.path))
 
 
 def train_assembled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,12 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_helpers import Commands, entries, overrides, until
+from rich.console import Console
+from train_helpers import Commands, configured, entries, overrides, run_all, until
 
+from phalanx.core.errors import UserError
 from phalanx.telemetry.queries import Trace
 from phalanx.telemetry.run_list import list_runs, read_run
 from phalanx.telemetry.run_status import run_status
 from phalanx.train.moved_folder import FolderGuard
+from phalanx.train.reports.callbacks import Callback, StepReport
+from phalanx.train.session import run_session
+from phalanx.train.weights.trained import open_trained
 
 WAIT_S = 120.0
 
@@ -129,6 +135,28 @@ def test_a_folder_that_is_gone_is_said_and_seen_in_the_one_that_is_made_anew(
     (folder / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 9, "loss": 1.0}) + "\n")
     guard.look()
     assert len(said) == 1 and "what it wrote before is not here" in read_run(folder).why
+
+
+@pytest.mark.usefixtures("no_peak")
+@pytest.mark.parametrize(
+    ("removed", "says"), [("", "no config.json, no tokenizer now"), ("tokenizer", "has no tokenizer now")]
+)
+def test_a_run_whose_folder_was_removed_is_not_called_done(tmp_path: Path, removed: str, says: str) -> None:
+    class Remover(Callback):
+        def on_step(self, report: StepReport) -> None:
+            if report.step == 2:
+                shutil.rmtree(tmp_path / "run" / removed)
+
+    out = io.StringIO()
+    config = configured(tmp_path, {"train.steps": 4})
+    with pytest.raises(UserError, match=says):
+        run_session(config, Path("tiny.toml"), Console(file=out), callbacks=[Remover()])
+    assert "sample from it" not in out.getvalue()
+    row = read_run(tmp_path / "run")
+    assert row.state != "finished" and says in row.why
+    # what is left is enough to put it back
+    assert "sample from it" in run_all(tmp_path, {"train.steps": 4})
+    assert open_trained(tmp_path / "run", print).step == 4
 
 
 def steps(run: Path) -> int:

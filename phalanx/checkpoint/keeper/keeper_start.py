@@ -66,7 +66,7 @@ def address_for(destination_url: str, environ: Mapping[str, str]) -> Path:
         folder = (runtime if runtime.is_dir() else Path(tempfile.gettempdir())) / f"phalanx-{os.geteuid()}"
         _own_folder(folder, 0o077, "which others can enter")
         url = destination_url if "://" in destination_url else str(Path(destination_url).absolute())
-        address = folder / f"keeper-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+        address = folder / f"keeper-{hashlib.sha256(os.fsencode(url)).hexdigest()[:16]}"
     if len(os.fsencode(address)) > _MAX_ADDRESS_BYTES:
         raise UserError(
             f"the path of a socket has {_MAX_ADDRESS_BYTES} bytes at most",

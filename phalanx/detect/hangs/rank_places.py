@@ -156,7 +156,7 @@ def read_layout(text: str) -> Layout:
     if config.suffix == ".json" and config.is_file():
         try:
             given = json.loads(config.read_text()).get("parallel", {})
-        except (ValueError, OSError, AttributeError) as error:
+        except (ValueError, OSError, AttributeError, RecursionError) as error:
             raise UserError(f"cannot be read: {error}", cure="name a run folder", field=str(config)) from error
         return _layout({axis: given.get(axis) or 1 for axis in AXES}, text)
     sizes: dict[str, Any] = {}

@@ -95,7 +95,7 @@ def read_labels(path: Path) -> list[LabelledIncident]:
         try:
             row = json.loads(line)
             incident = LabelledIncident(path.parent / row["logs"], str(row["class"]), str(row.get("host") or ""))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             cure = 'write {"logs": "jobs/17", "class": "storage error", "host": "gpu03"}; "healthy" is a class, too'
             raise UserError("is no label", cure=cure, field=place, value=line[:80]) from None
         if incident.kind not in FAILURE_CLASSES and incident.kind != HEALTHY:

@@ -198,7 +198,7 @@ def load_rules(files: Sequence[Path] = (), *, of_failed_jobs: bool = False) -> t
 def _tables(text: str, source: str) -> dict[str, dict[str, Any]]:
     try:
         trees = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"is not valid TOML: {error}", cure="correct that line", value=source) from None
     for name, tree in trees.items():
         if not isinstance(tree, dict):

@@ -110,7 +110,7 @@ def load_names(path: Path | None = None) -> Names:
         given = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", cure="name a file of TOML", value=str(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         cure = "see docs/detect_data.md for an example"
         raise UserError(f"is no TOML: {error}", cure=cure, value=str(path)) from None
     return {**found, **_rules(given, str(path))}

@@ -173,6 +173,10 @@ def _refuse_odd_times(times_s: NDArray[np.float64], grid: Grid, raw: Sequence[Ra
 
 def _read(path: Path) -> pa.Table:
     try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError("its name is not UTF-8, and Arrow cannot open it", cure="rename it", value=str(path)) from None
+    try:
         if path.suffix.lower() in (".csv", ".gz", ".txt", ".tsv"):
             parse = pyarrow.csv.ParseOptions(delimiter="\t" if ".tsv" in path.suffixes else ",")
             convert = pyarrow.csv.ConvertOptions(null_values=_MISSING, strings_can_be_null=True)

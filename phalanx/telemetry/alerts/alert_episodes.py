@@ -194,7 +194,7 @@ def read_alerts(run: Path) -> list[dict[str, Any]]:
     by_number: dict[Any, dict[str, Any]] = {}
     with suppress(FileNotFoundError):
         for line in (run / FOLDER / ALERTS).read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 entry = json.loads(line)
                 event = entry.pop("event")
                 if event == "alert":

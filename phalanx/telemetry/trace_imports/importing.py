@@ -50,7 +50,7 @@ def import_traces(sources: Sequence[Path], run: Path, format_: Format | None = N
             ranks = _kineto(files)
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError) as error:
         # files of other tools, which may be torn, edited or of a version that nobody has seen
         problem = f"no whole traces of {chosen} ({type(error).__name__}: {error})"
         raise UserError(problem, cure="leave the file out that is not", field=", ".join(map(str, sources))) from error

@@ -46,7 +46,7 @@ def read_kineto_trace(path: Path) -> dict[str, Any] | None:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             trace = json.load(file)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError) as error:
         raise UserError(f"cannot be read as JSON ({error})", cure="give whole traces", field=str(path)) from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return None

@@ -155,7 +155,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     while (at := text.find("{", at)) >= 0:
         try:
             one, at = decoder.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         yield one
 

@@ -61,6 +61,11 @@ def import_config(folder: Path, config: Path, say: Say, *, check: bool = True) -
     """
     if config.exists():
         raise UserError("exists already", cure="name a new file, or remove it", value=str(config))
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:
+        problem = "its path is not UTF-8 text, and no config can name it"
+        raise UserError(problem, cure="rename the folder", value=str(folder)) from None
     weights = weights_of_folder(folder)
     _say_parity(folder, say, check)
     text = config_text(weights.model, folder.absolute(), has_tokenizer=weights.tokenizer is not None)
