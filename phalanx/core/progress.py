@@ -27,6 +27,9 @@ from pathlib import Path
 PROGRESS_VARIABLE = "PHALANX_PROGRESS"
 """The environment variable that names a rank's page."""
 
+ATTEMPT_VARIABLE = "PHALANX_RUN_ATTEMPT"
+"""The number of the attempt, for the page; torchrun's variables count restarts only."""
+
 PAGE_BYTES = 4096
 VERSION = 1
 PHASE_BYTES = 31
