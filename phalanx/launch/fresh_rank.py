@@ -1,4 +1,4 @@
-"""A script in an interpreter of its own: the template executes ``python -u fresh_rank.py … SCRIPT ARGUMENTS``.
+"""A fresh start, a script in an interpreter of its own: the template executes ``fresh_rank.py … SCRIPT ARGUMENTS``.
 
 All is as after ``python -u SCRIPT ARGUMENTS``: what the script sets before it imports torch counts, files in its folder
 go before modules of Python, and it ends as Python ends. So nothing is imported here that Python has not imported by
@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,14 +32,17 @@ def main() -> None:
         sys.path[0] = entry
     sys.path += [] if home in sys.path else [home]
     ours = _Ours(path for path in sys.path if path != entry)
-    rank = int(os.environ["RANK"])
+    rank, process = int(os.environ["RANK"]), os.getpid()
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if is_module else []), *sys.argv]
     _name_process(f"phalanx rank {rank}")
     faulthandler.enable()
     _install_hooks(ours, int(stacks_signal))
 
     def report_end(error: BaseException | None) -> None:
-        ours.call("phalanx.launch.rank_process", "report_end", int(reports), rank, error)
+        has_threads = len(sys._current_frames()) > 1  # that may keep it; what is plain, the exit status says
+        is_plain = error is None or (isinstance(error, SystemExit) and not error.code)
+        if os.getpid() == process and (has_threads or not is_plain):  # not of a process that it has forked
+            ours.call("phalanx.launch.rank_process", "report_end", int(reports), rank, error)
 
     try:
         _run(sys.argv[0], bool(is_module))
@@ -61,8 +65,7 @@ def main() -> None:
 
         sys.excepthook = show_and_report
         raise  # Python shows it, and ends
-    if len(sys._current_frames()) > 1:  # threads may keep it from its end
-        report_end(None)
+    report_end(None)
 
 
 def _run(name: str, is_module: bool) -> None:
@@ -136,7 +139,8 @@ def _install_hooks(ours: _Ours, stacks_signal: int) -> None:
             faulthandler.register(stacks_signal, file=file, all_threads=True, chain=False)
         except OSError:
             pass
-    environ = dict(os.environ)
+    environ, began_ns = dict(os.environ), time.monotonic_ns()
+    when_imported("torch", lambda _: ours.call(_HOOKS, "note_imports", environ, began_ns))
     when_imported("torch.optim.optimizer", lambda module: ours.call(_HOOKS, "count_steps_on_page", module, environ))
     when_imported("torch.distributed", lambda module: ours.call(_HOOKS, "end_groups_well", module))
     if _AGENDA in os.environ:

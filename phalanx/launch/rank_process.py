@@ -39,7 +39,7 @@ def become_rank(spec: RankSpec, reports: Connection, parent: int, phase: str, ph
 
     How it was made, ``fork`` or ``exec``, is a phase of its start-up, which began at `phase_began_ns`.
     """
-    status, before, is_interrupted = 1, dict(sys.modules), False
+    status, before, is_interrupted, process = 1, dict(sys.modules), False, os.getpid()
     try:
         die_with_parent(parent)
         worker = spec.worker.with_phase(phase, (time.monotonic_ns() - phase_began_ns) * 1e-9)
@@ -51,13 +51,15 @@ def become_rank(spec: RankSpec, reports: Connection, parent: int, phase: str, ph
             os.environ.update(worker.to_environment())
         send = (reports.send,) if spec.speaks else ()
         status = _status(function(worker, *send, *spec.arguments))
-        reports.send(_returned(worker.rank, status))
+        if os.getpid() == process:  # not one that it has forked, and that ends as it would
+            reports.send(_returned(worker.rank, status))
     except BaseException as error:
         told = _told(spec.worker.rank, error)
         status, is_interrupted = told.status, isinstance(error, KeyboardInterrupt)
         if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)
-        reports.send(told)
+        if os.getpid() == process:
+            reports.send(told)
     finally:
         _leave(status, before if spec.fresh else None, is_interrupted=is_interrupted)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from phalanx.core.progress import ATTEMPT_VARIABLE, PROGRESS_VARIABLE, ProgressWriter
+from phalanx.core.progress import ATTEMPT_VARIABLE, PROGRESS_VARIABLE, ProgressWriter, say_imported
 from phalanx.launch.fresh_rank import when_imported
 
 # An optimizer that has stepped so often since the one that counts did takes its place: that one is no longer used.
@@ -82,6 +82,11 @@ def count_steps_on_page(module: Any, environ: Mapping[str, str]) -> None:
     path = environ.get(PROGRESS_VARIABLE)
     with contextlib.suppress(OSError):  # which was said when it was begun
         count_steps(module, ProgressWriter(path, int(environ.get(ATTEMPT_VARIABLE, "0"))) if path else None)
+
+
+def note_imports(environ: Mapping[str, str], began_ns: int) -> None:
+    """Write on the page how long torch took, which ranks that start warm find imported."""
+    say_imported(environ, time.monotonic_ns() - began_ns)
 
 
 def begin_page(environ: Mapping[str, str]) -> ProgressWriter | None:

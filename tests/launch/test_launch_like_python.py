@@ -61,6 +61,11 @@ def again():
         os.execv(sys.executable, [*sys.orig_argv, "again"])
     open(path("again"), "w").write(str(sys.argv[2:]))
 
+def forks():
+    if os.fork() == 0:
+        sys.exit(9)
+    open(path("forked"), "w").write(str(os.waitstatus_to_exitcode(os.wait()[1])))
+
 def leave():
     print("left", flush=True)
     os._exit(0)
@@ -75,12 +80,12 @@ def fail(error):
 
 if __name__ == "__main__":
     KINDS = [
-        loose, pool, early, again, leave, lambda: stop(3), lambda: stop("why"),
+        loose, pool, early, again, leave, forks, lambda: stop(3), lambda: stop("why"),
         lambda: fail(ValueError("wrong")), lambda: fail(KeyboardInterrupt()),
     ]
     KINDS[int(os.environ["RANK"])]()
 """
-GOOD, ALL = range(5), range(9)
+GOOD, ALL = range(6), range(10)
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -116,7 +121,7 @@ def test_a_script_does_and_ends_as_under_torchrun_and_python(tmp_path: Path) -> 
     ends = {rank: alone(tmp_path, places["torchrun"], rank) for rank in ALL if rank not in GOOD}
     assert [status for status, _ in ends.values()] == [3, 1, 1, -2]
     expected = written(places["torchrun"])
-    assert {"zipped-0", "saved-8", "last-7", "bye-6", "pool-1", "early-2", "again-3"} <= expected.keys()
+    assert {"zipped-0", "saved-9", "last-8", "bye-7", "pool-1", "early-2", "again-3"} <= expected.keys()
     for name, place in places.items():
         if name != "torchrun":
             found = asyncio.run(under_us(tmp_path, place, forks=name == "warm"))

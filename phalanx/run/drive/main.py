@@ -123,7 +123,12 @@ def watching(config: RunConfig) -> WatchSettings:
     previous = config.previous
     folder = str(Path(config.working_folder or ".").absolute())
     present = messages.Prepare(
-        [config.script, *config.script_arguments], config.module, folder, dict(config.environment), list(config.preload)
+        [config.script, *config.script_arguments],
+        config.module,
+        folder,
+        dict(config.environment),
+        list(config.preload),
+        config.starts_warm,
     )
     versions = {"": present}
     if config.previous_version:

@@ -340,6 +340,7 @@ class Workers:
             steps_here=progress.steps_here,
             is_absolute=progress.is_absolute,
             restored=progress.restored,
+            imported_s=progress.imported_ns * _NS if progress.imported_ns >= 0 else -1.0,
             checkpoints=progress.checkpoints,
         )
 
