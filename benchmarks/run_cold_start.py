@@ -88,7 +88,7 @@ class Bench:
     def words(ranks: int, case: str) -> list[str]:
         if case == "torchrun":
             return ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return ["phalanx.cli.main", "run", "--folder", "run", "--workers-per-host", str(ranks), "--"]
+        return ["phalanx.cli.main", "run", "--folder", "run", "--start", "warm", "--workers-per-host", str(ranks), "--"]
 
     def _stepped_at_s(self, process: subprocess.Popen[bytes], ranks: int) -> float:
         self._wait(process, lambda: have_stepped(self.folder, ranks))

@@ -50,6 +50,10 @@ OPTIONS = (
     ("--hosts N", "hosts that take part [1]"),
     ("--spares N", "hosts kept ready beside those [0]"),
     ("--workers-per-host N", "ranks on each: a number, gpu, cpu or auto [1]"),
+    (
+        "--start fresh|warm",
+        "ranks are new Pythons, or forks of one with all imports [fresh; training: warm]",
+    ),
     ("--folder PATH", "run folder: journal, logs, incidents [runs/NAME]"),
     ("--job FILE", "job file, TOML; its settings are in docs/run_config.md"),
     ("--set KEY=VALUE", "one setting of it, such as run.policy.max_restarts=3"),

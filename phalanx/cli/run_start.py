@@ -36,8 +36,9 @@ from phalanx.run.secrets import ensure_token
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
 from phalanx.telemetry.alerts.alert_config import AlertsConfig
 
+_VALUES = ("--hosts", "--spares", "--workers-per-host", "--start", "--folder", "--job", "--set", "--show")
 _OURS = {
-    **dict.fromkeys(("--hosts", "--spares", "--workers-per-host", "--folder", "--job", "--set", "--show"), True),
+    **dict.fromkeys(_VALUES, True),
     **dict.fromkeys(("--detach", "-d", "--fresh", "--no-supervisor"), False),
 }
 _NUMBERS = {"--hosts": "run.hosts", "--spares": "run.spares", "--workers-per-host": "run.workers_per_host"}
@@ -265,8 +266,8 @@ def _read(arguments: tuple[str, ...]) -> _Given:
             overrides.append(value)
         elif flag == "--show":
             shown.append(value)
-        elif flag == "--folder":
-            changes["run.folder"] = value
+        elif flag in ("--folder", "--start"):
+            changes[f"run.{flag[2:]}"] = value
         else:
             changes[_NUMBERS[flag]] = int(value) if value.isdecimal() else value
     is_detached = bool(switches & {"--detach", "-d"})

@@ -7,8 +7,9 @@ The reader never maps the file, so it gets no SIGBUS whatever becomes of that. A
 monotonic clock.
 
 Two may write to one page in one process: code that counts steps for a script that does not report them, and the script
-itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). What a process restored, and
-which checkpoints it keeps, have places of their own on the page (`say_restored`, `say_checkpoints`).
+itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). What a process restored,
+when it had imported torch and which checkpoints it keeps have places of their own on the page (`say_restored`,
+`say_imported`, `say_checkpoints`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from pathlib import Path
 PROGRESS_VARIABLE = "PHALANX_PROGRESS"
 """The environment variable that names a rank's page."""
 
+ATTEMPT_VARIABLE = "PHALANX_RUN_ATTEMPT"
+"""The number of the attempt, for the page; torchrun's variables count restarts only."""
+
 PAGE_BYTES = 4096
 VERSION = 1
 PHASE_BYTES = 31
@@ -43,6 +47,7 @@ _NUMBERS_AT = 18
 _SLOTS_AT = 64
 _SLOT_BYTES = 512
 _RESTORED_AT = 1152
+_IMPORTED_AT = 1168
 _CHECKPOINTS_AT = 1216
 _RING_AT = 2048
 _RING = 128
@@ -58,8 +63,8 @@ _SEQUENCE = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
 _TIME = struct.Struct("<q")
 
-_RESTORED = struct.Struct("<qI")
-"""A step and its checksum."""
+_NUMBER = struct.Struct("<qI")
+"""A number from 0 and its checksum."""
 
 CHECKPOINTS_BYTES = 239
 
@@ -91,6 +96,7 @@ class Progress:
     # the script gives `step` its numbers, so that they go on where an earlier process has ended
     is_absolute: bool = False
     restored: int = UNKNOWN  # step of the state with which this process began; 0: there was none; -1: not known
+    imported_ns: int = UNKNOWN  # from its start, of a new Python, until it had imported torch; -1: not known
     checkpoints: str = ""  # what storage can keep up with, where it cannot keep up with what is asked for
 
 
@@ -246,7 +252,12 @@ def say_restored(environ: Mapping[str, str], step: int) -> None:
     It neither numbers the steps of a script that does not, nor claims the page. Where none is read, or it cannot be
     written, nothing happens.
     """
-    _say(environ, _RESTORED_AT, _RESTORED.pack(step, _checksum_from_1(_TIME.pack(step))))
+    _say_number(environ, _RESTORED_AT, step)
+
+
+def say_imported(environ: Mapping[str, str], took_ns: int) -> None:
+    """Write after how long this process, a new Python, had imported torch; as `say_restored`."""
+    _say_number(environ, _IMPORTED_AT, took_ns)
 
 
 def say_checkpoints(environ: Mapping[str, str], text: str) -> None:
@@ -256,6 +267,10 @@ def say_checkpoints(environ: Mapping[str, str], text: str) -> None:
     """
     content = _cut(text, CHECKPOINTS_BYTES)
     _say(environ, _CHECKPOINTS_AT, _CHECKPOINTS.pack(_checksum_from_1(content), content))
+
+
+def _say_number(environ: Mapping[str, str], at: int, number: int) -> None:
+    _say(environ, at, _NUMBER.pack(number, _checksum_from_1(_TIME.pack(number))))
 
 
 def _say(environ: Mapping[str, str], at: int, content: bytes) -> None:
@@ -294,8 +309,6 @@ def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
     if sequence == 0 or sequence % 2 or check != _checksum(sequence, body):
         return None
     *numbers, loss, known, phase, message = _BODY.unpack(body)
-    restored, restored_check = _RESTORED.unpack_from(block, _RESTORED_AT)
-    is_known = restored_check == _checksum_from_1(_TIME.pack(restored)) and restored >= 0
     text_check, text = _CHECKPOINTS.unpack_from(block, _CHECKPOINTS_AT)
     return sequence, Progress(
         **dict(zip(_NUMBERS, numbers, strict=True)),
@@ -303,9 +316,15 @@ def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
         loss=loss if known else None,
         message=message.decode(errors="replace"),
         is_absolute=block[_NUMBERS_AT] != 0,
-        restored=restored if is_known else UNKNOWN,
+        restored=_number_at(block, _RESTORED_AT),
+        imported_ns=_number_at(block, _IMPORTED_AT),
         checkpoints=text.decode(errors="replace") if text_check == _checksum_from_1(text) else "",
     )
+
+
+def _number_at(block: bytes, at: int) -> int:
+    number, check = _NUMBER.unpack_from(block, at)
+    return number if number >= 0 and check == _checksum_from_1(_TIME.pack(number)) else UNKNOWN
 
 
 def _checksum(sequence: int, body: bytes) -> int:

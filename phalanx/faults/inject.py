@@ -86,7 +86,7 @@ def install(
     Args:
         attempt: counted from 1.
         when_imported: ``when_imported(name, act)`` calls ``act(module)`` once the script has imported that module, as
-            `phalanx.launch.user_script.when_imported` does; without it torch is imported now, if its steps are to
+            `phalanx.launch.fresh_rank.when_imported` does; without it torch is imported now, if its steps are to
             count.
 
     Raises:

@@ -30,6 +30,7 @@ class RankSpec:
         target, arguments: ``module:function``, called with the worker and then `arguments`.
         path, argv: `sys.path` and `sys.argv`; of a template that stays, `path` is what stands before its own.
         speaks: whether `target` gets, after the worker, a function that sends a message to the launcher.
+        fresh: of a script, what `phalanx.launch.fresh_rank` is told where a new Python runs it; empty: no script.
     """
 
     worker: Worker
@@ -41,6 +42,7 @@ class RankSpec:
     path: Sequence[str]
     argv: Sequence[str]
     speaks: bool = False
+    fresh: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,10 @@ class SendTo:
 
 @dataclass(frozen=True)
 class Kill:
-    """To the template: kill all processes of an attempt at once, and say when none is left."""
+    """To the template: kill all processes of an attempt but `spared` at once, and say when none is left."""
 
     attempt: int
+    spared: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.ipc.processes import task_names
+from phalanx.launch.fresh_rank import is_being_imported
 
 _RANK_VARIABLES = frozenset(
     {
@@ -48,11 +49,6 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 Stamp = tuple[int, int]
 """When a file was changed, nanoseconds, and its size in bytes."""
-
-
-def is_being_imported(module: Any) -> bool:
-    """Whether the code of a module has not come to its end yet; looked up as Python's own import does."""
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def learnable(modules: Mapping[str, Any], known: frozenset[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -15,16 +16,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
-from phalanx.ipc.processes import die_with_parent, name_process
+from phalanx.ipc.processes import die_with_parent, dump_signal, name_process
 from phalanx.ipc.stop_request import STOP_SIGNALS
+from phalanx.launch import fresh_rank
 from phalanx.launch.cores import bind
 from phalanx.launch.launch_messages import RankSpec, Returned
-from phalanx.launch.rank_failures import EndedWithPeer, failure_of_exception
+from phalanx.launch.rank_failures import EndedWithPeer, Failure, failure_of_exception
+from phalanx.launch.script_hooks import begin_page
+
+_LAST_S = 1e6  # of a thread, before another takes its turn: for ever
 
 
 def become_rank(spec: RankSpec, reports: Connection, parent: int, phase: str, phase_began_ns: int) -> NoReturn:
@@ -32,7 +39,7 @@ def become_rank(spec: RankSpec, reports: Connection, parent: int, phase: str, ph
 
     How it was made, ``fork`` or ``exec``, is a phase of its start-up, which began at `phase_began_ns`.
     """
-    status = 1
+    status, before, is_interrupted, process = 1, dict(sys.modules), False, os.getpid()
     try:
         die_with_parent(parent)
         worker = spec.worker.with_phase(phase, (time.monotonic_ns() - phase_began_ns) * 1e-9)
@@ -44,19 +51,32 @@ def become_rank(spec: RankSpec, reports: Connection, parent: int, phase: str, ph
             os.environ.update(worker.to_environment())
         send = (reports.send,) if spec.speaks else ()
         status = _status(function(worker, *send, *spec.arguments))
-        reports.send(_returned(worker.rank, status))
-    except EndedWithPeer as ended:
-        status = ended.failure.status
-        reports.send(ended.failure)
-    except SystemExit as stop:
-        status = _status(stop.code)
-        reports.send(_returned(spec.worker.rank, status))
+        if os.getpid() == process:  # not one that it has forked, and that ends as it would
+            reports.send(_returned(worker.rank, status))
     except BaseException as error:
-        failure = failure_of_exception(spec.worker.rank, time.monotonic_ns(), error)
-        status = failure.status
-        reports.send(failure)
+        told = _told(spec.worker.rank, error)
+        status, is_interrupted = told.status, isinstance(error, KeyboardInterrupt)
+        if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+        if os.getpid() == process:
+            reports.send(told)
     finally:
-        _leave(status)
+        _leave(status, before if spec.fresh else None, is_interrupted=is_interrupted)
+
+
+def report_end(reports_fd: int, rank: int, error: BaseException | None) -> None:
+    """Tell the template how the script of a new Python has ended: by `error`, or None, at the end of its lines."""
+    with contextlib.suppress(OSError), contextlib.closing(Connection(reports_fd, readable=False)) as reports:
+        reports.send(_returned(rank, 0) if error is None else _told(rank, error))
+
+
+def _told(rank: int, error: BaseException) -> Failure | Returned:
+    """What is reported of an end by an exception."""
+    if isinstance(error, EndedWithPeer):
+        return error.failure
+    if isinstance(error, SystemExit):
+        return _returned(rank, _status(error.code))
+    return failure_of_exception(rank, time.monotonic_ns(), error)
 
 
 def load_target(target: str) -> Callable[..., Any]:
@@ -95,33 +115,57 @@ def _set_up(spec: RankSpec) -> None:
 
 
 def _status(result: Any) -> int:
-    """Exit status of what a target returned, or of SystemExit's code, which may be text that is to be shown."""
-    if result is None or isinstance(result, int):
-        return int(result or 0) & 0xFF
-    print(result, file=sys.stderr)
-    return 1
+    """Exit status of what a target returned, or of SystemExit's code, which may be text."""
+    return int(result or 0) & 0xFF if result is None or isinstance(result, int) else 1
 
 
 def _returned(rank: int, status: int) -> Returned:
     """With the threads for which `_leave` waits."""
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    kept_by = tuple(thread.name for thread in others if not thread.daemon) if status == 0 else ()
+    kept_by = tuple(thread.name for thread in others if not thread.daemon)
     return Returned(rank, status, kept_by, time.monotonic_ns())
 
 
-def _leave(status: int) -> NoReturn:
+def _leave(status: int, before: Mapping[str, ModuleType] | None, *, is_interrupted: bool) -> NoReturn:
     """End as Python does, but run nothing that belongs to the template: neither its frames nor its destructors.
 
     Private functions of Python, which multiprocessing's own children call at their end too.
+
+    Args:
+        before: of a script, the modules that were there before it ran; the others end with it.
     """
     with contextlib.suppress(BaseException):
-        if status == 0:
+        if status == 0 or before is not None:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
+    if before is not None:
+        with contextlib.suppress(BaseException):
+            _end_modules(before)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):
             stream.flush()
+    if before is not None and is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
+
+
+def _end_modules(before: Mapping[str, ModuleType]) -> None:
+    """Have the modules that were imported since let go of what they hold, so that files are written to their end.
+
+    As in Python, the script comes first, and each module before those that it has imported. Threads that are daemons,
+    which do not live to see that in Python, may not run meanwhile, nor say that they miss something.
+    """
+    sys.setswitchinterval(_LAST_S)
+    threading.excepthook = lambda _: None
+    for module in [module for name, module in sys.modules.items() if before.get(name) is not module]:
+        names = vars(module) if isinstance(module, ModuleType) else {}
+        for is_private in (True, False):
+            for name in [name for name in names if (name[:1] == "_" and name[1:2] != "_") is is_private]:
+                if name != "__builtins__":
+                    names[name] = None
+    gc.collect()
 
 
 @dataclass
@@ -220,8 +264,12 @@ def fork_rank(
 
 
 def execute_rank(spec: RankSpec, begin_ns: int, *, own_session: bool = False) -> RankProcess:
-    """A rank that is a new Python; it reads what it is from a file that has no name."""
+    """A rank that is a new Python; it reads what it is from a file that has no name, unless it runs a script."""
     reports, theirs = Pipe(duplex=False)
+    if spec.fresh:
+        process = _execute_script(spec, theirs.fileno(), own_session=own_session)
+        theirs.close()
+        return RankProcess(spec.worker.rank, process.pid, reports, process.poll)
     with tempfile.TemporaryFile() as file:
         pickle.dump((spec, os.getpid(), begin_ns), file)
         file.seek(0)
@@ -234,6 +282,28 @@ def execute_rank(spec: RankSpec, begin_ns: int, *, own_session: bool = False) ->
         )
     theirs.close()
     return RankProcess(spec.worker.rank, process.pid, reports, process.poll)
+
+
+def _execute_script(spec: RankSpec, reports_fd: int, *, own_session: bool) -> subprocess.Popen[bytes]:
+    """A new Python that runs a script as if it were given that alone (`phalanx.launch.fresh_rank`)."""
+    parent = os.getpid()
+
+    def set_up() -> None:  # of the process, before it becomes a Python: that inherits it
+        die_with_parent(parent)
+        bind(spec.share)
+        begin_page(spec.environ)
+
+    home = Path(fresh_rank.__file__).parents[2]
+    words = [fresh_rank.__file__, str(reports_fd), str(dump_signal()), str(home), *spec.fresh]
+    return subprocess.Popen(
+        [sys.executable, "-u", *words],
+        env=dict(spec.environ),
+        pass_fds=[reports_fd],
+        stdout=spec.output_fd,
+        stderr=spec.output_fd,
+        start_new_session=own_session,
+        preexec_fn=set_up,  # the template has one thread
+    )
 
 
 def new_rank(spec_fd: int, reports_fd: int) -> None:

@@ -156,9 +156,9 @@ class _Attempt:
     def running(self) -> list[RankProcess]:
         return [process for rank, process in self.processes.items() if rank not in self.ended]
 
-    def kill(self) -> None:
+    def kill(self, spared: Sequence[int] = ()) -> None:
         """All at once, with the process groups that they lead; a new process leads one in a moment only."""
-        for process in self.processes.values():
+        for process in (process for rank, process in self.processes.items() if rank not in spared):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -197,8 +197,9 @@ class _StayingTemplate:
                 self._forward(message.attempt, self._attempts[message.attempt])  # what is gone was not killed here
             if (attempt := self._attempts.get(message.attempt)) is not None:
                 # A large process that somebody has killed stays for a while, until its memory is freed.
-                attempt.killed |= {process.rank for process in attempt.running() if not is_dying(process.pid)}
-                attempt.kill()
+                running = [process for process in attempt.running() if process.rank not in message.spared]
+                attempt.killed |= {process.rank for process in running if not is_dying(process.pid)}
+                attempt.kill(message.spared)
             else:
                 self._launcher.send(messages.Over(message.attempt))
 
@@ -210,7 +211,7 @@ class _StayingTemplate:
         try:
             for placed in spawn.specs:
                 spec = _with_descriptors(placed, descriptors, self._path)
-                if spawn.fork and self._may_fork:
+                if self._may_fork and (spawn.fork or not spec.fresh):
                     own = descriptors_of(spec)
                     foreign = [descriptor for descriptor in descriptors if descriptor not in own]
                     before = [*others, *attempt.processes.values()]

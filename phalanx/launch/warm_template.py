@@ -93,11 +93,11 @@ class TemplateProcess:
         """Send a signal to ranks of an attempt; nothing where they are gone."""
         self._send(messages.SendTo(attempt, ranks, number))
 
-    async def kill(self, attempt: int) -> None:
-        """Kill all processes of an attempt at once; returns when the last has been reaped."""
+    async def kill(self, attempt: int, spared: Sequence[int]) -> None:
+        """Kill all processes of an attempt at once but `spared`; returns when the last has been reaped."""
         over = self._over.get(attempt)
         if over is not None:
-            self._send(messages.Kill(attempt))
+            self._send(messages.Kill(attempt, spared))
             await asyncio.shield(over)
 
     def retire(self) -> None:
@@ -154,7 +154,10 @@ class TemplateProcess:
         elif isinstance(message, messages.Spawned):
             self._spawned.pop(message.attempt).set_result(message)
         elif isinstance(message, Over):
-            self._over.pop(message.attempt).set_result(None)
+            over = self._over.pop(message.attempt, None)
+            if over is None:  # it was to be killed when it was over already, and that is told again
+                return
+            over.set_result(None)
             self._hear(message)
             if self._retired and not self._over:
                 self._end()
@@ -349,14 +352,14 @@ class WarmTemplate:
         if process is not None and not process.is_gone:
             process.signal(attempt, ranks, number)
 
-    async def kill(self, attempt: int) -> None:
+    async def kill(self, attempt: int, spared: Sequence[int] = ()) -> None:
         """SIGKILL all processes of an attempt at once, its store too; returns when the last has been reaped.
 
-        A process that is stuck in the kernel keeps this waiting; give it a time limit.
+        A process that is stuck in the kernel keeps this waiting, and so do ranks that are spared; give it a time limit.
         """
         process = self._owners.get(attempt)
         if process is not None and not process.is_gone:
-            await process.kill(attempt)
+            await process.kill(attempt, spared)
 
     async def settle(self) -> None:
         """Wait until what has been learnt so far is imported, so that the next attempt has it."""

@@ -238,8 +238,15 @@ class RunConfig(Config):
         default_factory=dict,
         description="variables for the ranks (a table); those named like secrets are not recorded",
     )
+    start: Literal["auto", "fresh", "warm"] = Field(
+        "auto",
+        description="fresh: each rank of each attempt is a new Python, as under torchrun; warm: a fork of a process "
+        "that has imported what it needs; auto: warm where the script is phalanx train, else fresh",
+    )
     preload: tuple[str, ...] = Field(
-        (), description="modules imported before the first attempt; those that the script imports are learnt anyway"
+        (),
+        description="modules imported before the first attempt of a warm start; those that the script imports are "
+        "learnt anyway",
     )
     folder: str = Field(
         "", description="run folder: journal, logs, incidents; empty: that of a training, else runs/<name>"
@@ -315,6 +322,11 @@ class RunConfig(Config):
         return training_of(self.script, self.module, self.arguments)
 
     @property
+    def starts_warm(self) -> bool:
+        """Whether ranks are forked from a process that has imported what they need."""
+        return self.start == "warm" or (self.start == "auto" and self.training is not None)
+
+    @property
     def script_arguments(self) -> tuple[str, ...]:
         """Arguments of the script; a training without a folder of its own goes where its job does."""
         training = self.training
@@ -368,6 +380,9 @@ class RunConfig(Config):
             raise ValueError("script is not given: name the script after --, or set run.script")
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name = {self.name!r} is no name: use up to 63 letters, digits, '.', '_' and '-'")
+        if self.preload and not self.starts_warm:
+            cure = 'set start = "warm", or remove preload'
+            raise ValueError(f"preload = {list(self.preload)} is for ranks that start warm: {cure}")
         for variable in self.environment:
             if _OURS.fullmatch(variable) or variable in (*OWN_VARIABLES, handshake.VARIABLE):
                 raise ValueError(f"environment.{variable} is set for each rank by phalanx run: remove it")

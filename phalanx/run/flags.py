@@ -57,7 +57,7 @@ class _Flag:
 
 
 _STORE = "each attempt has a rendezvous store of its own, beside rank 0"
-_WARM = "ranks are forked from a process that has imported what the script needs"
+_START = "see --start fresh and --start warm"
 
 _TORCHRUN = (
     _Flag("nnodes"),
@@ -69,7 +69,7 @@ _TORCHRUN = (
     _Flag("standalone", is_switch=True),
     _Flag("max-restarts", kind=int),
     _Flag("monitor-interval", kind=float, note="an end of a rank is noticed at once"),
-    _Flag("start-method", choices=("spawn", "fork", "forkserver"), note=_WARM),
+    _Flag("start-method", choices=("spawn", "fork", "forkserver"), note=_START),
     _Flag("event-log-handler", note="events are in the journal"),
     _Flag("role", note="there is one role"),
     _Flag("module", "m", is_switch=True),
@@ -236,7 +236,7 @@ def _refuse_contradictions(given: Mapping[str, Any], hosts: int) -> None:
         raise UserError("--module and --no-python contradict each other", cure="give one of them")
     if given["no_python"]:
         cure = "give the Python script itself, or -m and its module; what it has to start it can start by itself"
-        raise UserError(f"--no-python does not fit: {_WARM}", cure=cure)
+        raise UserError("--no-python does not fit: every rank is a Python that reports how it ends", cure=cure)
     if given["virtual_local_rank"]:
         cure = "leave it out, and let the script choose its device by LOCAL_RANK"
         raise UserError("--virtual-local-rank does not fit: every rank sees all devices of its host", cure=cure)

@@ -72,6 +72,7 @@ class WorkerState(Message, frozen=True):
     # looked at.
     still_s: float = -1.0
     stopped_s: float = 0.0  # for how long its process has been stopped, or dead and not yet reaped; 0: it runs
+    imported_s: float = -1.0  # from its start, of a new Python, until it had imported torch; -1: not known
     checkpoints: str = ""  # of rank 0, how often storage keeps up with them, where that is less than asked for
 
 
@@ -313,6 +314,7 @@ class Prepare(Message, frozen=True, tag="prepare"):
     folder: str
     environment: dict[str, str]
     preload: list[str] = []
+    is_warm: bool = True  # ranks are forked from it; else each is a fresh interpreter
 
 
 class OpenStore(Message, frozen=True, tag="open-store"):

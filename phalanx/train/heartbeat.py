@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from phalanx.core.progress import UNKNOWN, ProgressWriter, own_progress
-from phalanx.launch.user_script import ATTEMPT_VARIABLE
+from phalanx.core.progress import ATTEMPT_VARIABLE, UNKNOWN, ProgressWriter, own_progress
 
 START_S = 300.0
 """How long meeting the other ranks, building the model and restoring it may take before a supervisor should act."""

@@ -29,6 +29,7 @@ from phalanx.core.progress import (
     own_progress,
     parse_page,
     say_checkpoints,
+    say_imported,
     say_restored,
 )
 
@@ -108,11 +109,12 @@ def test_what_was_restored_is_said_beside_whoever_counts_the_steps(tmp_path: Pat
     counting.step()
     assert read_progress(page) == replace(said(page), restored=40, step=1, is_absolute=False)
     say_restored(environ, 0)
+    say_imported(environ, 7)
     counting.step()
-    assert (said(page).restored, said(page).step) == (0, 2)
+    assert (said(page).restored, said(page).step, said(page).imported_ns) == (0, 2, 7)
     create_page(page)
     ProgressWriter(page, 4).step()
-    assert said(page).restored == -1, "each attempt has a page of its own"
+    assert said(page).restored == said(page).imported_ns == -1, "each attempt has a page of its own"
     say_restored({}, 7)
     say_restored({PROGRESS_VARIABLE: str(tmp_path / "no" / "page")}, 7)  # nobody reads it, and nothing fails for that
 

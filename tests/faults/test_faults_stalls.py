@@ -154,7 +154,7 @@ def test_of_several_optimizers_one_counts_until_it_is_used_no_longer(folder: Pat
 
 
 def test_torch_may_be_imported_later_by_the_script(folder: Path) -> None:
-    before = "from phalanx.launch.user_script import when_imported"
+    before = "from phalanx.launch.fresh_rank import when_imported"
     loop = "import sys\nassert 'torch' not in sys.modules\n" + TORCH_LOOP
     job = Job(folder, loop, "optimizer", before, "when_imported=when_imported").prepare(incident("exit", status=4))
     code, out, err = job.run()

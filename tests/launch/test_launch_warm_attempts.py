@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ shown = {
     "argv": sys.argv, "path": sys.path, "folder": os.getcwd(), "file": __file__, "name": __name__,
     "globals": sorted(globals()), "environ": dict(os.environ), "leads": os.getsid(0) == os.getpid(),
     "package": __package__, "spec": getattr(__spec__, "name", None),
-    "is_main": sys.modules["__main__"].__dict__ is globals(),
+    "is_main": sys.modules["__main__"].__dict__ is globals(), "command": sys.orig_argv[1:],
     "through": sys.stdout.write_through,
 }
 open(os.path.join(sys.argv[1], "shown-" + os.environ["RANK"]), "w").write(json.dumps(shown))
@@ -68,11 +69,12 @@ def test_a_script_cannot_tell_us_from_torchrun(tmp_path: Path, is_module: bool) 
     subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=100)
     theirs = shown(ran)
 
-    async def ours() -> None:
-        mine = tmp_path / "ours"
+    async def ours(forks: bool) -> None:
+        mine = tmp_path / f"forks-{forks}"
         mine.mkdir()
+        words = (str(mine), "--more", "a b")
         async with host(
-            tmp_path, arguments=(str(mine), "--more", "a b"), name=name, is_module=is_module, environ=environ
+            tmp_path, arguments=words, name=name, is_module=is_module, environ=environ, forks=forks
         ) as here:
             first = theirs[0]["environ"]
             group = Group(
@@ -86,7 +88,7 @@ def test_a_script_cannot_tell_us_from_torchrun(tmp_path: Path, is_module: bool) 
                 run_id=first["TORCHELASTIC_RUN_ID"],
             )
             assert await here.end(await here.spawn(1, group=group)) == {0: 0, 1: 0}
-        for they, we in zip(theirs, shown(mine), strict=True):
+        for they, we in zip(deepcopy(theirs), shown(mine), strict=True):
             environ_of_theirs, environ_of_ours = they.pop("environ"), we.pop("environ")
             assert set(environ_of_theirs) - set(environ_of_ours) == OF_TORCHRUN
             assert set(environ_of_ours) - set(environ_of_theirs) == OURS
@@ -94,10 +96,12 @@ def test_a_script_cannot_tell_us_from_torchrun(tmp_path: Path, is_module: bool) 
             assert {key: environ_of_ours[key] for key in common} == {key: environ_of_theirs[key] for key in common}
             home = str(Path(phalanx.__file__).parent.parent)
             we["path"], they["path"] = ([path for path in x["path"] if path != home] for x in (we, they))
-            they["argv"][1] = we["argv"][1]
+            for words in (they["argv"], they["command"]):
+                words[:] = [word.replace(str(ran), str(mine)) for word in words]
             assert we == they
 
-    run(ours)
+    run(lambda: ours(True))
+    run(lambda: ours(False))
 
 
 ENDS = """

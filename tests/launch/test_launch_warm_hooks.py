@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.user_script import StepCounter, when_imported
+from phalanx.launch.fresh_rank import when_imported
+from phalanx.launch.script_hooks import StepCounter
 
 
 class Optimizer:
@@ -84,7 +85,7 @@ def test_a_process_that_a_rank_forks_counts_nothing() -> None:
 PROGRAM = """
 import sys
 sys.path[:0] = [sys.argv[1]]
-from phalanx.launch.user_script import when_imported
+from phalanx.launch.fresh_rank import when_imported
 seen = []
 when_imported("watched.inner", lambda module: seen.append(module.VALUE))
 before = len(sys.meta_path)
@@ -113,7 +114,7 @@ def test_what_is_imported_already_is_acted_on_at_once() -> None:
 @pytest.mark.parametrize("name", ["no_such_module_at_all", "no_such_package.inner"])
 def test_a_module_that_is_never_there_fails_as_ever(name: str) -> None:
     program = (
-        "from phalanx.launch.user_script import when_imported\n"
+        "from phalanx.launch.fresh_rank import when_imported\n"
         f"when_imported({name!r}, print)\n"
         f"try:\n    import {name}\nexcept ModuleNotFoundError: print('as ever')\n"
     )
@@ -125,8 +126,9 @@ def test_process_groups_end_without_the_interpreters_lock_held() -> None:
     """Whichever way the function is reached; a thread that needs the lock gets it before and after."""
     program = (
         "import threading, time\n"
-        "from phalanx.launch.user_script import end_groups_well\n"
-        "end_groups_well()\n"
+        "from phalanx.launch.fresh_rank import when_imported\n"
+        "from phalanx.launch.script_hooks import end_groups_well\n"
+        "when_imported('torch.distributed', end_groups_well)\n"
         "import torch.distributed as dist\n"
         "from torch.distributed.distributed_c10d import destroy_process_group\n"
         "assert dist.destroy_process_group is destroy_process_group\n"

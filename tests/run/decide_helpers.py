@@ -108,6 +108,7 @@ class World:
         self.log: list[tuple[float, act.Action]] = []
         self.pool = list(pool or [])
         self.racks = racks or {}
+        self.imported_s = -1.0
         self.resumes_every, self.names_suspects, self.is_absolute = resumes_every, names_suspects, is_absolute
         self.says_restored = says_restored
         self.saved_step = 0
@@ -249,7 +250,7 @@ class World:
         self.running_since_s = self.now_s
         if self.says_restored:
             self.deliver(ev.Restored(self.now_s, attempt, self.saved_step))
-        self.deliver(ev.Running(self.now_s, attempt, self._said_step(), self.is_absolute))
+        self.deliver(ev.Running(self.now_s, attempt, self._said_step(), self.is_absolute, self.imported_s))
         self.on_attempt(self, attempt)
         self._report(attempt)
 

@@ -17,7 +17,7 @@ from phalanx.core.config import parse_override, walk
 from phalanx.core.errors import UserError
 from phalanx.run.config import JobFile, PolicyConfig, RunConfig, load_job, toml_value, workers_on
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.drive.main import executor_command
+from phalanx.run.drive.main import executor_command, watching
 from phalanx.run.executor.executor_settings import ExecutorSettings
 from phalanx.run.secrets import TlsFiles
 
@@ -234,6 +234,16 @@ def test_executors_are_told_where_checkpoints_go(tmp_path: Path, monkeypatch: py
     assert told(checkpoints="/mnt/out", working_folder="code") == "/mnt/out"
     monkeypatch.setenv("HOME", "/home/ann")
     assert told(checkpoints="~/out") == "/home/ann/out"
+
+
+def test_scripts_of_others_start_fresh_and_a_training_warm_unless_that_is_said() -> None:
+    others = RunConfig(script="train.py"), RunConfig(script="torchtitan.train", module=True), training()
+    assert [run.starts_warm for run in others] == [False, False, False]  # the last one shows its help
+    assert training("x.toml").starts_warm and not training("x.toml", start="fresh").starts_warm
+    warm = RunConfig(script="train.py", start="warm", preload=("numpy",))
+    assert [watching(run).versions[""].is_warm for run in (warm, others[0])] == [True, False]
+    with pytest.raises(UserError, match=r"preload .*start warm; set start"):
+        RunConfig(script="train.py", preload=("numpy",))
 
 
 def test_every_setting_is_described_here_and_in_the_docs() -> None:

@@ -110,6 +110,18 @@ def test_a_killed_rank_costs_a_passive_check_of_its_host_and_nothing_else(rank: 
     assert f"rank {rank} on {host}: killed by SIGKILL" in world.story()
 
 
+@pytest.mark.parametrize(
+    ("imported_s", "more"), [(4.06, "; --start warm would have spared 4.1 s of it"), (0.9, ""), (-1.0, "")]
+)
+def test_a_restart_says_what_a_warm_one_would_have_spared(imported_s: float, more: str):
+    world = four_hosts()
+    world.imported_s = imported_s
+    world.kill(0)
+    world.run_until(attempt_runs(2))
+    [close] = world.taken("CloseIncident")
+    assert isinstance(close, act.CloseIncident) and close.text == f"attempt 2 makes steps{more}"
+
+
 def test_the_incident_says_what_was_seen_and_decided_and_how_long_each_phase_took():
     world = four_hosts(resumes_every=50)
     world.kill(3)

@@ -98,6 +98,13 @@ class TestProgress:
         assert attempt.on_heartbeat(beat(3, worker(1, 1, restored=40)), at(2)) == []
         assert attempt.on_heartbeat(beat(3, worker(0, 1, restored=40)), at(3)) == [Running(5003.0, 3, 1)]
 
+    def test_the_slowest_rank_says_how_long_imports_took_before_the_first_step(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(0, 1, imported_s=4.0)), at(1))
+        assert attempt.on_heartbeat(beat(3, worker(1, 1, imported_s=3.0)), at(2)) == [
+            Running(5002.0, 3, 1, imported_s=4.0)
+        ]
+
     def test_steps_are_told_now_and_then(self) -> None:
         attempt = watch(1)
         told: list[Event] = []

@@ -123,8 +123,11 @@ def ends(job: Job, command_status: int, within_s: float = 300.0) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]:
-    """The last state of a run whose ranks nobody disturbs; but its driver is killed, which must not matter."""
-    training = Training(tmp_path_factory.mktemp("job") / "undisturbed", STEPS, *ONE_HOST)
+    """The last state of a run whose ranks nobody disturbs; but its driver is killed, which must not matter.
+
+    Its ranks are new Pythons, those that others are compared with start warm.
+    """
+    training = Training(tmp_path_factory.mktemp("job") / "undisturbed", STEPS, *ONE_HOST, "--start", "fresh")
     with training.job as job:
         job.wait_for(lambda: training.steps(0) >= 10 and job.events("running"))
         ranks = [*training.pids(0), *training.pids(1)]

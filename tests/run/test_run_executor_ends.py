@@ -36,7 +36,7 @@ class GoneTemplate:
     def signal(self, attempt: int, ranks: Sequence[int], number: int) -> None:
         raise TemplateGoneError("broken pipe")
 
-    async def kill(self, attempt: int) -> None:
+    async def kill(self, attempt: int, spared: Sequence[int] = ()) -> None:
         raise TemplateGoneError("broken pipe")
 
     async def close(self) -> None: ...

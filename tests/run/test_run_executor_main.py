@@ -166,6 +166,45 @@ def test_a_second_stop_ends_the_grace_of_the_first(tmp_path: Path) -> None:
     run(story)
 
 
+SAVES = """\
+import os, select, sys, threading, time
+if os.environ["RANK"] == "0":
+    with open(".pid", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(".pid", "pid")
+    time.sleep(600)
+while not os.path.exists("pid"):
+    time.sleep(0.01)
+peer = os.pidfd_open(int(open("pid").read()))
+def save():
+    select.select([peer], [], [])
+    open("saved", "w").write(str("phalanx.launch.template" in sys.modules))
+threading.Thread(target=save).start()
+raise ValueError("the rest is saved beside")
+"""
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["fresh", "warm"])
+def test_a_rank_that_has_failed_comes_to_its_end_while_its_peers_are_killed(tmp_path: Path, is_warm: bool) -> None:
+    """Its failure is told at once; what its threads save after that is saved."""
+
+    async def story() -> None:
+        async with an_executor(tmp_path, SAVES) as (executor, driver):
+            executor.hear(messages.Welcome(1, "j", 0, 3600.0))
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, [], is_warm))
+            executor.hear(start(1))
+            failed = await driver.until(messages.WorkerEnded)
+            assert (failed.rank, failed.kind, failed.by_us) == (1, "raised", False)
+            assert executor.workers is not None and executor.workers.running == [0, 1]
+            executor.hear(messages.Stop(1))
+            peer = await driver.until(messages.WorkerEnded)
+            assert (peer.rank, peer.code, peer.by_us) == (0, -signal.SIGKILL, True)
+            assert (await driver.until(messages.Stopped)).stuck == []
+            assert (tmp_path / "saved").read_text() == str(is_warm)
+
+    run(story)
+
+
 def test_the_first_step_of_all_ranks_is_told_before_the_next_heartbeat_is_due(tmp_path: Path) -> None:
     async def story() -> None:
         async with an_executor(tmp_path, STEPS) as (executor, driver):

@@ -10,8 +10,7 @@ import torch
 from support.progress_pages import read_progress
 from train_helpers import begin, configured, finish
 
-from phalanx.core.progress import PROGRESS_VARIABLE, Progress, ProgressWriter
-from phalanx.launch.user_script import ATTEMPT_VARIABLE
+from phalanx.core.progress import ATTEMPT_VARIABLE, PROGRESS_VARIABLE, Progress, ProgressWriter
 from phalanx.train.heartbeat import NO_PULSE, Pulse, open_page
 
 S = 1_000_000_000

@@ -75,7 +75,7 @@ class Job:
 
     def start(self) -> subprocess.Popen:
         """Give the command, the first time or again."""
-        return self._popen("phalanx.cli.main", "run", "--folder", str(self.run_folder), *self.words)
+        return self._popen("phalanx.cli.main", "run", "--folder", str(self.run_folder), "--start", "warm", *self.words)
 
     def _popen(self, module: str, *words: str) -> subprocess.Popen:
         """Start a program of Python's, and keep what it says."""

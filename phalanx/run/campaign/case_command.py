@@ -116,7 +116,16 @@ def _pace(case: Manifest) -> list[str]:
 def command(case: Manifest, places: CasePaths) -> list[str]:
     """Of ``phalanx run``, after the program's name."""
     cluster = case.cluster
-    words = ["run", "--no-supervisor", "--hosts", str(cluster.hosts), "--spares", str(cluster.spares)]
+    words = [
+        "run",
+        "--no-supervisor",
+        "--start",
+        "warm",
+        "--hosts",
+        str(cluster.hosts),
+        "--spares",
+        str(cluster.spares),
+    ]
     words += ["--workers-per-host", str(cluster.workers_per_host), "--folder", str(places.run)]
     for name, value in _settings(case, places).items():
         words += ["--set", f"{name}={toml_value(value)}"]

@@ -175,11 +175,15 @@ class Restored(EventBase, frozen=True, tag="restored"):
 
 
 class Running(EventBase, frozen=True, tag="running"):
-    """Every rank has made its first step in this attempt; `step`, `is_absolute` as in `Advanced`."""
+    """Every rank has made its first step in this attempt; `step`, `is_absolute` as in `Advanced`.
+
+    `imported_s`: after so long the last of them had imported torch, where they are new Pythons; -1: not known.
+    """
 
     attempt: int
     step: int = -1
     is_absolute: bool = False
+    imported_s: float = -1.0
 
 
 class Advanced(EventBase, frozen=True, tag="advanced"):

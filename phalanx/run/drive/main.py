@@ -130,6 +130,7 @@ def watching(config: RunConfig) -> WatchSettings:
         folder,
         dict(config.environment),
         list(config.preload),
+        config.starts_warm,
     )
     versions = {"": present}
     if config.previous_version:

@@ -79,6 +79,7 @@ class AttemptWatch:
         self._is_broken = False
         self._first = -1
         self._restored = self._reported_restored = -1
+        self._imported_s = -1.0
         self._reported_s = -math.inf
         self._reported_step = -1
         self._past: deque[tuple[float, int]] = deque()
@@ -231,6 +232,7 @@ class AttemptWatch:
         if not self.is_running:
             for worker in workers:
                 self._restored = max(self._restored, worker.restored)
+                self._imported_s = max(self._imported_s, worker.imported_s)
                 self._note_first(worker)
         # A loss that is not finite may pass, as with fp16's loss scale: it counts after `BROKEN_STEPS` in a row.
         if self._broken or not all(math.isfinite(worker.loss) for worker in workers):
@@ -292,7 +294,7 @@ class AttemptWatch:
         self.is_running = True
         # What is lost is counted up to the first step, be the newest one further by now.
         self._reported_s, self._reported_step = now.monotonic_s, self._first if self.is_absolute else self.step
-        return [Running(now.unix_s, self.attempt, self._reported_step, self.is_absolute)]
+        return [Running(now.unix_s, self.attempt, self._reported_step, self.is_absolute, self._imported_s)]
 
     def _break(self, now: Now) -> list[Event]:
         broken = self._broken

@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_STEP_S = 0.05  # how often ranks that have made no step yet are looked at
 KILL_S = 10.0  # how long the end of killed processes is waited for; one that takes longer is stuck in the kernel
+LAST_S = 8.0  # how long a rank that has failed may take to end by itself, once the attempt is being ended
 
 
 @dataclass
@@ -207,7 +208,8 @@ class Executor:
             script,
             environ,
             self._hear_template,
-            learnt=(*LEARNT, *(name for name in prepare.preload if name not in LEARNT)),
+            learnt=(*LEARNT, *(name for name in prepare.preload if name not in LEARNT)) if prepare.is_warm else (),
+            forks=prepare.is_warm,
             has_learnt=lambda learnt: self._report_learnt(messages.Prepared(0.0, "", list(learnt))),
             started=self.reaper.contain,
             cache=open_cache(script, environ),
@@ -316,6 +318,9 @@ class Executor:
                     workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
                 while workers.running and time.monotonic() < workers.kill_at_s:  # another stop may bring that nearer
                     await asyncio.sleep(0.02)
+            if failing := workers.failing:  # threads that save, and files, come to their end, as under Python
+                with suppress(TimeoutError, TemplateGoneError):
+                    await asyncio.wait_for(workers.template.kill(workers.attempt, failing), LAST_S)
             try:
                 await asyncio.wait_for(workers.template.kill(workers.attempt), KILL_S)
             except TimeoutError:

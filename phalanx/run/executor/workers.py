@@ -138,6 +138,11 @@ class Workers:
         """Ranks whose processes are there."""
         return [rank.rank for rank in self._ranks.values() if rank.is_running]
 
+    @property
+    def failing(self) -> list[int]:
+        """Of those, ranks that have failed, by their own word: they may still write what they have."""
+        return [rank.rank for rank in self._ranks.values() if rank.is_running and rank.outcome and rank.outcome.status]
+
     async def begin(self) -> messages.Started:
         """Start the processes; says how that went."""
         began_s = time.monotonic()
@@ -170,7 +175,10 @@ class Workers:
         if isinstance(message, Exited):
             rank.is_gone = True
             lines = self.pump.last_lines(rank.rank)
-            outcome = rank.outcome or failure_of_exit(rank.rank, message.time_ns, message.code, lines)
+            if message.code == 0:  # also where it left without a word, or after an exception
+                outcome: Failure | Returned = Returned(rank.rank, 0, time_ns=message.time_ns)
+            else:
+                outcome = rank.outcome or failure_of_exit(rank.rank, message.time_ns, message.code, lines)
             is_own = not message.is_killed and not self.is_asked and -message.code in NO_CONSEQUENCE
             self._report_end(rank, message.code, outcome, is_own)
             return
@@ -332,6 +340,7 @@ class Workers:
             steps_here=progress.steps_here,
             is_absolute=progress.is_absolute,
             restored=progress.restored,
+            imported_s=progress.imported_ns * _NS if progress.imported_ns >= 0 else -1.0,
             checkpoints=progress.checkpoints,
         )
 
