@@ -27,8 +27,8 @@ from phalanx.run.drive.main import drive
 from phalanx.run.incidents.incident_pages import listed
 from phalanx.run.reports import terminal_text
 from phalanx.run.reports.job_page import page
-from phalanx.run.reports.recent_events import Item, Overview, Source, Told, Wrote
 from phalanx.run.reports.live_view import Panel
+from phalanx.run.reports.recent_events import Item, Overview, Source, Told, Wrote
 
 HERE = Path(__file__).parent
 STEPS_BEFORE, STEPS_AFTER = 60, 40
