@@ -59,11 +59,14 @@ def test_a_name_that_is_loopback_here_alone_is_reached_by_other_hosts(monkeypatc
 
 
 def test_a_store_at_an_address_of_ipv6_listens_there_alone() -> None:
-    host = open_store("::1", 0, 0, 2, is_host=True, timeout_s=5)
-    open_store("::1", port_of(host), 1, 2, is_host=False, timeout_s=5).set("key", "value")
-    assert host.get("key") == b"value"
-    with pytest.raises(OSError):  # one at all addresses of IPv6 takes clients of IPv4 too
-        socket.create_connection(("127.0.0.1", port_of(host)), timeout=2)
+    with socket.socket() as kept:
+        kept.bind(("127.0.0.1", 0))  # one at all addresses of IPv6 takes this one's port of IPv4, too
+        port = kept.getsockname()[1]
+        host = open_store("::1", port, 0, 2, is_host=True, timeout_s=5)
+        open_store("::1", port, 1, 2, is_host=False, timeout_s=5).set("key", "value")
+        assert host.get("key") == b"value"
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=2)
 
 
 def test_a_port_that_is_taken_is_told() -> None:

@@ -137,7 +137,6 @@ def test_a_folder_that_is_gone_is_said_and_seen_in_the_one_that_is_made_anew(
     assert len(said) == 1 and "what it wrote before is not here" in read_run(folder).why
 
 
-@pytest.mark.usefixtures("no_peak")
 @pytest.mark.parametrize(
     ("removed", "says"), [("", "no config.json, no tokenizer now"), ("tokenizer", "has no tokenizer now")]
 )

@@ -24,8 +24,6 @@ from phalanx.train.reports.reporter import describe
 from phalanx.train.summary import closing
 from phalanx.train.training_run import Run
 
-pytestmark = pytest.mark.usefixtures("no_peak")
-
 LONG_PROMPTS: dict[str, Any] = {
     "data.sources.0.prompt_field": "question",
     "train.global_batch": 1,
